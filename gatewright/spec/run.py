@@ -1,0 +1,221 @@
+"""Run: what a person writes in a run file, one frozen model a section; counts in tokens and steps."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Role = Literal["attention", "mlp", "experts", "shared_experts"]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class Section(BaseModel):
+    """A section of the run file: unknown keys are errors, values are never coerced across types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Model(Section):
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face causal LM: config.json, tokenizer and safetensors. Never a hub name that is fetched."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the frozen weights and of the activations. Adapters and optimizer state are always float32."""
+    trust_remote_code: bool = False
+    """Run modelling code that lies in the model's folder. Off unless this file says so."""
+
+
+class Adapter(Section):
+    rank: PositiveInt
+    """Rank r of each low-rank update."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The update is scaled by alpha / rank (alpha / sqrt(rank) with rslora). Default: 2 × rank."""
+    targets: Annotated[list[Role], Field(min_length=1)] = ["attention", "experts"]
+    """Parts of the model that get an adapter, by role. A role that matches nothing stops the run."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout on the input of each adapter. Experts take none: PEFT's format for them cannot say it."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on the low-rank product B·A·x."""
+        alpha = self.alpha if self.alpha is not None else 2.0 * self.rank
+        return alpha / self.rank**0.5 if self.rslora else alpha / self.rank
+
+
+class Method(Section):
+    kind: Literal["sft"] = "sft"
+    """Supervised fine-tuning on the assistant's tokens."""
+    adapter: Adapter | None = None
+    """LoRA settings. Without them every weight but the router trains (full fine-tuning)."""
+    quantize: Literal["none"] = "none"
+    """Storage of the frozen base weights."""
+
+
+class Data(Section):
+    train: str = Field(min_length=1)
+    """JSONL, Parquet, or a folder written by Hugging Face `datasets`: messages, prompt/completion, or text."""
+    max_tokens: PositiveInt | Annotated[str, Field(pattern=r"^p(\d{1,2}(\.\d+)?|100)$")] = "p100"
+    """Longest document: a number, or a percentile of the data itself such as p99. p100 keeps all."""
+    overlong: Literal["error", "truncate", "split", "drop"] = "error"
+    """What happens to a longer document. Each choice counts and reports the tokens it costs."""
+    pack: bool = True
+    """Put several documents on one token axis, up to train.micro_batch_tokens. Without: one document a micro-batch."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template to use in place of the tokenizer's own."""
+
+
+class Evaluate(Section):
+    data: str = Field(min_length=1)
+    """Held-out data, in the form of data.train."""
+    every_steps: PositiveInt | None = None
+    """Evaluate after every so many steps, besides before the first and after the last one."""
+    exact_match: PositiveInt | None = None
+    """Answer the last assistant turn of so many held-out rows by greedy decoding and compare; before and after training."""
+    max_new_tokens: PositiveInt = 64
+    """Longest answer in exact_match."""
+
+
+class Train(Section):
+    tokens_per_step: PositiveInt
+    """Tokens that one optimizer step sees, summed over its micro-batches."""
+    micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens in one forward and backward pass. auto: the longest document allowed, or tokens_per_step if that is less."""
+    steps: PositiveInt | None = None
+    """Optimizer steps. Give this or epochs."""
+    epochs: PositiveInt | None = None
+    """Passes over the training data. Give this or steps."""
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course of the learning rate after warm-up. wsd: constant, then linear to the floor over the last decay_fraction."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """Share of the run over which wsd decays."""
+    min_lr_fraction: Fraction = 0.0
+    """Floor of cosine, linear and wsd, as a share of lr."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw: torch, fused. adamw8bit: bitsandbytes, optimizer state in 8 bits."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only (never on norms and biases)."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; null turns clipping off (the norm is still reported)."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: of no layer, of every second layer, or of every layer."""
+    loss_chunk_tokens: PositiveInt = 256
+    """Tokens whose logits exist at one time; the loss's memory is this many rows of the vocabulary in float32."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of adapter initialisation, dropout and data order."""
+    save_every_steps: PositiveInt = 100
+    """Steps between two checkpoints. The last step is always saved."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept, besides the one with the best held-out loss."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch; default: torch's own choice."""
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _pair(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Train":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs, not both and not neither")
+        return self
+
+
+class Guard(Section):
+    action: list[Literal["lower_lr", "freeze", "rollback"]] = []
+    """What to do, in order, when the router's health falls."""
+
+
+class Router(Section):
+    train: bool = False
+    """Train the router. Frozen is the default for adapters: see docs/architecture.md."""
+    balance: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the per-layer load-balancing loss (1 when balanced)."""
+    z: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the router z-loss."""
+    capacity: Literal["dropless"] | Annotated[float, Field(gt=0)] = "dropless"
+    """Capacity factor, or dropless."""
+    guard: Guard = Guard()
+    """What to do when the router falls ill."""
+
+
+class Parallel(Section):
+    ep: PositiveInt = 1
+    """Expert-parallel size: each rank holds experts / ep whole experts."""
+    dense: Literal["replicate", "zero2", "zero3"] = "replicate"
+    """How everything but the experts is laid out over the ranks."""
+    dp_replicate: PositiveInt = 1
+    """Replicas of the sharded model."""
+    cp: PositiveInt | Literal["dynamic"] = 1
+    """Context-parallel size, or a size chosen for each micro-batch."""
+
+
+class Hardware(Section):
+    gpu: str
+    """Name in `gatewright gpus`."""
+    per_node: PositiveInt = 8
+    """GPUs (GCDs on MI250X) in one node."""
+    nodes: PositiveInt = 1
+    """Nodes of the job."""
+
+
+class Gate(Section):
+    step: PositiveInt = 25
+    """Step at which the run's end is predicted and compared with the time it has."""
+
+
+class Cluster(Section):
+    kind: Literal["slurm"] = "slurm"
+    """Queue that runs the campaign."""
+    partition: str | None = None
+    """SLURM partition."""
+    time_limit: Annotated[str, Field(pattern=r"^\d+(h|m|d)$")] = "24h"
+    """Time limit of one job: 90m, 24h, 2d."""
+    links: PositiveInt = 1
+    """Jobs in the chain at most."""
+    gate: Gate = Gate()
+    """When to stop a hopeless run."""
+
+
+class Run(Section):
+    """A training run. Its name is also its folder, `runs/<name>`, whatever job executes it."""
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    """Name of the run: letters, digits, dot, dash, underscore."""
+    model: Model
+    """The base model."""
+    method: Method = Method()
+    """What is trained, and how."""
+    data: Data
+    """The training documents."""
+    evaluate: Evaluate | None = None
+    """The held-out documents."""
+    train: Train
+    """The optimisation."""
+    router: Router = Router()
+    """The router of a mixture of experts."""
+    parallel: Parallel | Literal["auto"] = "auto"
+    """Layout over ranks; auto: one process takes no layout, many ask the planner."""
+    hardware: Hardware | None = None
+    """The machines, for planning."""
+    cluster: Cluster | None = None
+    """The queue, for campaigns."""
+    track: list[Tracker] = []
+    """Experiment trackers that get every logged number besides events.jsonl."""
+    runs_dir: str = "runs"
+    """Folder of all runs."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs_dir) / self.run
