@@ -8,13 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Role = Literal["attention", "mlp", "experts", "shared_experts"]
+Percentile = Annotated[str, Field(pattern=r"^p(\d{1,2}(\.\d+)?|100)$", examples=["p99", "p100"])]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class Section(BaseModel):
     """A section of the run file: unknown keys are errors, values are never coerced across types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Model(Section):
@@ -57,7 +60,7 @@ class Method(Section):
 class Data(Section):
     train: str = Field(min_length=1)
     """JSONL, Parquet, or a folder written by Hugging Face `datasets`: messages, prompt/completion, or text."""
-    max_tokens: PositiveInt | Annotated[str, Field(pattern=r"^p(\d{1,2}(\.\d+)?|100)$")] = "p100"
+    max_tokens: PositiveInt | Percentile = "p100"
     """Longest document: a number, or a percentile of the data itself such as p99. p100 keeps all."""
     overlong: Literal["error", "truncate", "split", "drop"] = "error"
     """What happens to a longer document. Each choice counts and reports the tokens it costs."""
@@ -73,7 +76,7 @@ class Evaluate(Section):
     every_steps: PositiveInt | None = None
     """Evaluate after every so many steps, besides before the first and after the last one."""
     exact_match: PositiveInt | None = None
-    """Answer the last assistant turn of so many held-out rows by greedy decoding and compare; before and after training."""
+    """Answer the last assistant turn of so many held-out rows by greedy decoding, before and after training."""
     max_new_tokens: PositiveInt = 64
     """Longest answer in exact_match."""
 
@@ -82,7 +85,7 @@ class Train(Section):
     tokens_per_step: PositiveInt
     """Tokens that one optimizer step sees, summed over its micro-batches."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens in one forward and backward pass. auto: the longest document allowed, or tokens_per_step if that is less."""
+    """Tokens in one forward and backward pass. auto: the longest document, or tokens_per_step if that is less."""
     steps: PositiveInt | None = None
     """Optimizer steps. Give this or epochs."""
     epochs: PositiveInt | None = None
@@ -90,7 +93,7 @@ class Train(Section):
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Course of the learning rate after warm-up. wsd: constant, then linear to the floor over the last decay_fraction."""
+    """Course of the learning rate after warm-up. wsd: constant, then linear over the last decay_fraction."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
@@ -127,8 +130,10 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> "Train":
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs, not both and not neither")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps and epochs are both missing; give one of them")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are both given; keep one (null takes the other away)")
         return self
 
 
@@ -180,8 +185,8 @@ class Cluster(Section):
     """Queue that runs the campaign."""
     partition: str | None = None
     """SLURM partition."""
-    time_limit: Annotated[str, Field(pattern=r"^\d+(h|m|d)$")] = "24h"
-    """Time limit of one job: 90m, 24h, 2d."""
+    time_limit: Annotated[str, Field(pattern=r"^\d+(h|m|d)$", examples=["90m", "24h", "2d"])] = "24h"
+    """Time limit of one job, in minutes, hours or days."""
     links: PositiveInt = 1
     """Jobs in the chain at most."""
     gate: Gate = Gate()
@@ -191,8 +196,8 @@ class Cluster(Section):
 class Run(Section):
     """A training run. Its name is also its folder, `runs/<name>`, whatever job executes it."""
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-    """Name of the run: letters, digits, dot, dash, underscore."""
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", examples=["judge-35b"])]
+    """Name of the run: letters, digits, dot, dash and underscore; the first is a letter or a digit."""
     model: Model
     """The base model."""
     method: Method = Method()
