@@ -1,0 +1,203 @@
+"""Put documents into packs: exact best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
+
+lengths      5 3 3 2 2 1        capacity 8
+packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+Seed = int | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """Every document in exactly one pack; pack k holds documents `order[offsets[k]:offsets[k + 1]]`."""
+
+    order: IntArray
+    """[documents] indices into the lengths that were packed, pack after pack, longest first within one."""
+    offsets: IntArray
+    """[packs + 1] where each pack begins in `order`."""
+    capacity: int
+    """Tokens a pack can hold."""
+    tokens: int
+    """Tokens of all documents."""
+    lower_bound: int
+    """No packing of these lengths can use fewer packs: the largest bound known."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, k: int) -> IntArray:
+        return self.order[self.offsets[k] : self.offsets[k + 1]]
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' room that holds tokens: 0 to 1; 1 when there is nothing to pack."""
+        return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
+
+
+def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max_documents: int | None = None) -> Packs:
+    """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds.
+
+    The result has as many packs as placing the documents one by one, longest first, each into the fullest pack that
+    still has room. Work grows with the number of distinct lengths, not with the number of documents.
+
+    A seed draws which of several equally long documents goes where, and the order of the packs; how many packs there
+    are does not depend on it. The same seed gives the same packs in every process.
+
+    Raises ValueError for a length below 1 or above the capacity.
+    """
+    lengths_N = _checked(lengths, capacity=capacity, max_documents=max_documents)
+    at_most = max_documents or max(len(lengths_N), 1)
+    counts = np.bincount(lengths_N) if len(lengths_N) else np.zeros(1, np.int64)
+    distinct = np.flatnonzero(counts)[::-1]
+    placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
+    longest_first, pack_place = _draw(lengths_N, placed.total_packs, seed)
+    pack_N = pack_place[_expand(placed)]
+    documents_P = np.bincount(pack_N, minlength=placed.total_packs)
+    return Packs(
+        order=longest_first[_stable_argsort(pack_N)],
+        offsets=np.concatenate(([0], np.cumsum(documents_P))),
+        capacity=capacity,
+        tokens=int(lengths_N.sum()),
+        lower_bound=max(
+            sum_bound(lengths_N, capacity), martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most)
+        ),
+    )
+
+
+def sum_bound(lengths_N: IntArray, capacity: int) -> int:
+    """L1: all tokens, divided by the room of a pack, rounded up."""
+    return -(-int(lengths_N.sum()) // capacity)
+
+
+def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
+    """L2 of Martello and Toth, Knapsack Problems (1990), §8.3.2: never below L1 and sees documents over half a pack.
+
+    For a threshold a ≤ capacity / 2: documents over `capacity - a` are alone among those of length ≥ a; those over
+    half a pack are one a pack; of the rest of length ≥ a, only what exceeds the room beside the latter needs packs.
+    """
+    if not len(lengths_N):
+        return 0
+    count = np.bincount(lengths_N, minlength=capacity + 1)
+    number_up_to = np.cumsum(count)
+    tokens_up_to = np.cumsum(count * np.arange(len(count)))
+    half = capacity // 2
+    below = np.concatenate(([0], np.arange(half)))
+    """Lengths up to `below` are under the threshold a = 0, 1, ..., half."""
+    above = capacity - np.arange(half + 1)
+    alone = number_up_to[capacity] - number_up_to[above]
+    big = number_up_to[above] - number_up_to[half]
+    room_beside_big = big * capacity - (tokens_up_to[above] - tokens_up_to[half])
+    small_tokens = tokens_up_to[half] - tokens_up_to[below]
+    extra = np.maximum(0, -((room_beside_big - small_tokens) // capacity))
+    return int((alone + big + extra).max())
+
+
+@dataclass(slots=True)
+class _Placed:
+    """What best-fit did, in order: `packs[j]` packs from `first_pack[j]` on took the next `each[j]` documents each."""
+
+    first_pack: list[int]
+    packs: list[int]
+    each: list[int]
+    total_packs: int
+
+
+def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> _Placed:
+    """Place `counts[j]` documents of `distinct[j]` tokens (descending).
+
+    Packs with the same room are interchangeable, so they are kept as runs of consecutive numbers. A pack that took a
+    document of length L is still the fullest with room for another as long as another fits, so it takes as many as
+    fit, and all packs of a run do so at once.
+    """
+    placed = _Placed([], [], [], 0)
+    rooms: list[int] = []
+    """Rooms of open packs, ascending; each has at least one run."""
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    """Room → runs of (first pack, packs, documents that each holds)."""
+
+    def keep_open(room: int, run: tuple[int, int, int]) -> None:
+        if room not in runs:
+            runs[room] = []
+            insort(rooms, room)
+        runs[room].append(run)
+
+    def take(first: int, packs: int, each: int, room: int, documents: int) -> None:
+        placed.first_pack.append(first)
+        placed.packs.append(packs)
+        placed.each.append(each)
+        if room and documents < max_documents:
+            keep_open(room, (first, packs, documents))
+
+    for length, left in zip(distinct, counts, strict=True):
+        while left:
+            at = bisect_left(rooms, length)
+            if at < len(rooms):
+                room = rooms[at]
+                first, packs, documents = runs[room].pop()
+                if not runs[room]:
+                    del runs[room], rooms[at]
+            else:
+                room, documents, first = capacity, 0, placed.total_packs
+                packs = -(-left // min(capacity // length, max_documents))
+                placed.total_packs += packs
+            each = min(room // length, max_documents - documents)
+            full, rest = min(packs, left // each), 0
+            if full:
+                take(first, full, each, room - each * length, documents + each)
+            if full < packs and (rest := left - full * each):
+                take(first + full, 1, rest, room - rest * length, documents + rest)
+            if (used := full + (rest > 0)) < packs:
+                keep_open(room, (first + used, packs - used, documents))
+            left -= full * each + rest
+    return placed
+
+
+def _expand(placed: _Placed) -> IntArray:
+    """[documents] pack of each document, in order of descending length."""
+    first, packs, each = (np.array(column, np.int64) for column in (placed.first_pack, placed.packs, placed.each))
+    ends = np.cumsum(packs)
+    pack_of_entry = np.arange(packs.sum()) + np.repeat(first - (ends - packs), packs)
+    return np.repeat(pack_of_entry, np.repeat(each, packs))
+
+
+def _draw(lengths_N: IntArray, packs: int, seed: Seed | None) -> tuple[IntArray, IntArray]:
+    """Documents by descending length (ties drawn, or by index without a seed), and the place of each pack."""
+    below_longest = lengths_N.max(initial=0) - lengths_N
+    if seed is None:
+        return _stable_argsort(below_longest), np.arange(packs)
+    draw = np.random.Generator(np.random.PCG64(seed))
+    shuffled = draw.permutation(len(lengths_N))
+    return shuffled[_stable_argsort(below_longest[shuffled])], draw.permutation(packs)
+
+
+def _stable_argsort(keys_N: IntArray) -> IntArray:
+    """Indices that sort the keys (≥ 0); numpy sorts 16-bit integers by radix, several times faster than 64-bit ones."""
+    keys = keys_N.astype(np.uint16) if keys_N.max(initial=0) < 1 << 16 else keys_N
+    return np.argsort(keys, kind="stable")
+
+
+def _checked(lengths: npt.ArrayLike, *, capacity: int, max_documents: int | None) -> IntArray:
+    if capacity < 1:
+        raise ValueError(f"capacity is {capacity} tokens; a pack must hold at least 1")
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents is {max_documents}; a pack must be allowed at least 1")
+    array = np.asarray(lengths)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"lengths are {array.dtype}; they must be whole numbers of tokens")
+    lengths_N = array.astype(np.int64).reshape(-1)
+    if len(lengths_N) and (shortest := int(lengths_N.min())) < 1:
+        raise ValueError(f"document {int(lengths_N.argmin())} has {shortest} tokens; every document needs at least 1")
+    if len(lengths_N) and (longest := int(lengths_N.max())) > capacity:
+        raise ValueError(
+            f"document {int(lengths_N.argmax())} has {longest} tokens, more than a pack can hold ({capacity}): "
+            "apply the over-long policy before packing"
+        )
+    return lengths_N
