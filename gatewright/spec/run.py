@@ -42,10 +42,14 @@ class Adapter(Section):
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
 
     @property
+    def alpha_value(self) -> float:
+        """alpha, or its default of 2 × rank."""
+        return self.alpha if self.alpha is not None else 2.0 * self.rank
+
+    @property
     def scale(self) -> float:
         """Factor on the low-rank product B·A·x."""
-        alpha = self.alpha if self.alpha is not None else 2.0 * self.rank
-        return alpha / self.rank**0.5 if self.rslora else alpha / self.rank
+        return self.alpha_value / self.rank**0.5 if self.rslora else self.alpha_value / self.rank
 
 
 class Method(Section):

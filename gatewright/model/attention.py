@@ -1,0 +1,177 @@
+"""The attention seam: causal attention that stops at document boundaries, registered in transformers as `gatewright`.
+
+A micro-batch is one row of T tokens that holds several documents. The boundaries travel down the model as
+`cu_seq_lens_q` (int32 [documents + 1]), the keyword transformers itself hands to varlen kernels; no mask exists.
+
+Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from gatewright.spec.errors import ModelError
+
+NAME = "gatewright"
+
+Attend = Callable[..., Tensor]
+"""(q_1NTD, k_1KTD, v_1KTD, cu_seqlens, longest, scale, window) -> [1, T, N, D]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The attention kernel in force, and why that one."""
+
+    name: str
+    reason: str
+    attend: Attend
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The fastest kernel that honours document boundaries on `device` for `dtype`; the only place that chooses."""
+    if device.type != "cuda":
+        return Kernel("sdpa per document", f"{device.type} has no varlen kernel", attend_each_document)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Kernel("sdpa per document", f"varlen kernels take no {dtype}", attend_each_document)
+    try:
+        flash = importlib.import_module("flash_attn")
+    except ImportError as absent:
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return Kernel("torch varlen_attn", f"flash-attn: {absent}", attend_torch_varlen)
+        return Kernel(
+            "sdpa per document", f"flash-attn: {absent}; device too old for varlen_attn", attend_each_document
+        )
+    attend = _flash(flash.flash_attn_varlen_func)
+    return Kernel(f"flash-attn {flash.__version__} varlen", "installed", attend)
+
+
+def install(kernel: Kernel) -> None:
+    """Registers `kernel` as transformers' attention implementation `gatewright`.
+
+    transformers builds no attention mask for a name it has no mask function for, which is what packing needs.
+    """
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if cu_seq_lens_q is None or max_length_q is None:
+            raise ModelError(
+                f"{type(module).__name__} lost the document boundaries on the way to attention: this architecture "
+                "cannot train on packed documents"
+            )
+        if attention_mask is not None or dropout:
+            raise ModelError(
+                f"{type(module).__name__} asks for an attention mask or attention dropout; neither is supported"
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if softcap is not None or s_aux is not None:
+            out = attend_plain(query, key, value, cu_seq_lens_q, scale, sliding_window, softcap, s_aux)
+        else:
+            out = kernel.attend(query, key, value, cu_seq_lens_q, max_length_q, scale, sliding_window)
+        return out, None
+
+    AttentionInterface.register(NAME, forward)
+
+
+def attend_each_document(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention by one SDPA call a document; runs on any device. Returns [1, T, N, D]."""
+    lengths = cu_seqlens.diff().tolist()
+    grouped = q.shape[1] != k.shape[1]
+    outputs = []
+    for q_i, k_i, v_i in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
+        length = q_i.shape[2]
+        mask = None if window is None or length <= window else _band(length, window, q.device)
+        out = F.scaled_dot_product_attention(
+            q_i, k_i, v_i, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        outputs.append(out)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def attend_torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention by torch's own varlen kernel (CUDA and ROCm builds that have one). Returns [1, T, N, D]."""
+    from_window = (-1 if window is None else window - 1, 0)
+    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k_TKD, v_TKD = k_TKD.repeat_interleave(groups, dim=1), v_TKD.repeat_interleave(groups, dim=1)
+    out = varlen(q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=from_window)
+    return out[None]
+
+
+def _flash(varlen: Callable[..., Tensor]) -> Attend:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+    ) -> Tensor:
+        q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
+        band = (-1, -1) if window is None else (window - 1, 0)
+        out = varlen(
+            q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest,
+            softmax_scale=scale, causal=True, window_size=band, deterministic=True,
+        )  # fmt: skip
+        return out[None]
+
+    return attend
+
+
+def attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Causal attention written out: the kernels' reference, and the path for soft-capped scores and attention sinks.
+
+    A sink is one more logit a head that takes probability and gives no value (gpt_oss). Returns [1, T, N, D].
+    """
+    lengths = cu_seqlens.diff().tolist()
+    groups = q.shape[1] // k.shape[1]
+    outputs = []
+    for q_i, k_i, v_i in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
+        length = q_i.shape[2]
+        k_i, v_i = k_i.repeat_interleave(groups, dim=1), v_i.repeat_interleave(groups, dim=1)
+        scores = q_i @ k_i.transpose(-2, -1) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        allowed = _band(length, length if window is None else window, q.device)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~allowed, float("-inf"))
+        if sinks_N is not None:
+            sink = sinks_N.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length].to(v.dtype)
+        outputs.append(weights @ v_i)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """[length, length] bool: query t may look at keys t - window + 1 … t."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,130 @@
+"""Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from gatewright.model import attention, experts
+from gatewright.spec import run as spec
+from gatewright.spec.errors import ModelError
+
+
+def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Kernel) -> PreTrainedModel:
+    """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
+
+    Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
+    the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
+    """
+    folder = Path(model.path)
+    config = read_config(folder, trust_remote_code=model.trust_remote_code)
+    check_weights(folder)
+    attention.install(kernel)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=getattr(torch, model.dtype),
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
+    _refuse_gaps(folder, report)
+    experts.install(loaded)
+    declared = routed_experts(config)
+    if declared and not experts.find_experts(loaded):
+        raise ModelError(
+            f"{folder}: {type(loaded).__name__} has {declared} routed experts, but not behind transformers' experts "
+            "interface: their routing could not be recorded nor adapted; use an architecture built into transformers"
+        )
+    if experts.find_experts(loaded):
+        loaded.set_experts_implementation(experts.NAME)
+    loaded.requires_grad_(False)
+    return loaded.to(device)
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The folder's config.json as transformers reads it."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path: no folder {str(folder)!r}; give a local folder with config.json, tokenizer and safetensors "
+            "(models are never fetched from a hub)"
+        )
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: no config.json, so this is not a Hugging Face model folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(
+            f"{file}: not readable as JSON ({_first_line(error)}); copy it again from the source"
+        ) from None
+    if "auto_map" in content and not trust_remote_code:
+        known = content.get("model_type")
+        try:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, OSError):
+            raise ModelError(
+                f"{file}: model_type {known!r} needs code from the model's folder; read that code, then set "
+                "model.trust_remote_code: true if you want to run it"
+            ) from None
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{file}: transformers does not know this architecture: {_first_line(error)}") from None
+
+
+def check_weights(folder: Path) -> None:
+    """Refuses a folder whose safetensors are absent or incomplete, before anything is loaded."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index}: damaged ({_first_line(error)}); copy it again from the source") from None
+        missing = sorted(shard for shard in shards if not (folder / shard).exists())
+        if missing:
+            raise ModelError(
+                f"{folder}: {len(missing)} of {len(shards)} weight files are missing, the first is {missing[0]}; "
+                "finish the download"
+            )
+    elif not (folder / "model.safetensors").exists():
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
+        found = (
+            f"found {others[0]}, which is not loaded: it can run code"
+            if others[:1] and others[0].endswith("bin")
+            else ""
+        )
+        raise ModelError(
+            f"{folder}: no model.safetensors and no model.safetensors.index.json; {found or 'nothing to load'}"
+        )
+
+
+def routed_experts(config: PretrainedConfig) -> int:
+    """Routed experts a layer that the config declares, under any of its spellings; 0 for a dense model."""
+    values = config.get_text_config().to_dict()
+    return max((values.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")), default=0)
+
+
+def _refuse_gaps(folder: Path, report: dict[str, object]) -> None:
+    for key, meaning in (
+        ("missing_keys", "are not in the files and would be random"),
+        ("mismatched_keys", "have another shape than config.json says"),
+    ):
+        names = sorted(str(name) for name in report.get(key) or [])
+        if names:
+            raise ModelError(
+                f"{folder}: {len(names)} weights {meaning}, the first is {names[0]}; the folder is incomplete"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

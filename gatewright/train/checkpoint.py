@@ -1,0 +1,144 @@
+"""Checkpoints: a folder that is complete when its manifest says so, and is never seen half-written.
+
+    checkpoints/
+        step-00000100/
+            adapter/            PEFT's own format            (or weights.safetensors in full fine-tuning)
+            state.safetensors   optimizer and RNG
+            state.json          step, counters, learning rate
+            manifest.json       name, size and sha256 of every file; written last
+        .partial-step-00000200/ being written, or left by a kill: never read, removed at the next start
+
+A save writes into the hidden folder, syncs every file to disk, writes the manifest, and renames the folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gatewright.spec.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial-"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    path: Path
+    bytes: int
+
+
+def save(root: Path, *, step: int, write: Callable[[Path], None]) -> Checkpoint:
+    """Writes a checkpoint of `step` under `root`; `write` puts its files into the folder it is given.
+
+    Raises CheckpointError when the disk refuses (full, read-only); what was complete before stays as it was.
+    """
+    final = root / f"step-{step:08d}"
+    partial = root / f"{PARTIAL}{final.name}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        files = _describe(partial)
+        manifest = partial / MANIFEST
+        manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2), encoding="utf-8")
+        _sync(manifest)
+        _sync(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync(root)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        free = shutil.disk_usage(root if root.exists() else root.parent).free
+        raise CheckpointError(
+            f"{final}: not saved ({reason}); {free / 2**30:.2f} GiB are free there. Earlier checkpoints are untouched: "
+            "make room and start the run again, it goes on from the newest"
+        ) from error
+    return Checkpoint(step, final, sum(int(entry["bytes"]) for entry in files))
+
+
+def complete(root: Path) -> list[Checkpoint]:
+    """Checkpoints under `root` that have a manifest, oldest first; contents are not verified."""
+    found = []
+    for path in sorted(root.glob("step-*")):
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            found.append(Checkpoint(int(manifest["step"]), path, sum(int(f["bytes"]) for f in manifest["files"])))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def newest_sound(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint whose files all have the size and hash of its manifest; tells `warn` of any passed over."""
+    for leftover in root.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for checkpoint in reversed(complete(root)):
+        fault = verify(checkpoint.path)
+        if fault is None:
+            return checkpoint
+        warn(f"{checkpoint.path} is damaged ({fault}); falling back to the one before")
+    return None
+
+
+def verify(path: Path) -> str | None:
+    """None for a sound checkpoint, otherwise what is wrong with it."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']}, this version reads {FORMAT}"
+        for entry in manifest["files"]:
+            file = path / entry["name"]
+            if not file.is_file():
+                return f"{entry['name']} is missing"
+            if file.stat().st_size != entry["bytes"]:
+                return f"{entry['name']} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            if _sha256(file) != entry["sha256"]:
+                return f"{entry['name']} does not have the hash in the manifest"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} is unreadable: {error}"
+    return None
+
+
+def prune(root: Path, *, keep: int, best: Path | None) -> None:
+    """Removes all but the newest `keep` complete checkpoints and `best`."""
+    for old in complete(root)[:-keep]:
+        if best is None or old.path.resolve() != best.resolve():
+            # Renamed first, so that a kill in the middle of the removal leaves nothing that looks complete.
+            doomed = root / f"{PARTIAL}old-{old.path.name}"
+            os.rename(old.path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _describe(folder: Path) -> list[dict[str, str | int]]:
+    files: list[dict[str, str | int]] = []
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        _sync(file)
+        name = file.relative_to(folder).as_posix()
+        files.append({"name": name, "bytes": file.stat().st_size, "sha256": _sha256(file)})
+    for inner in (p for p in folder.rglob("*") if p.is_dir()):
+        _sync(inner)
+    return files
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

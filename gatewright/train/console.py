@@ -1,0 +1,85 @@
+"""What a person sees of a run: what will happen before step 1, then one line a step in fixed columns."""
+
+from gatewright.router.load import worst_load
+from gatewright.spec.event import DataLoaded, Evaluated, Event, Finding, ModelLoaded, StepDone
+
+
+def announcement(event: Event) -> list[str]:
+    """The lines to show for an event, besides steps and evaluations, that a person should not miss."""
+    match event:
+        case Finding():
+            return [f"{event.severity}: {event.text}"]
+        case DataLoaded():
+            return [data_line(event)]
+        case ModelLoaded():
+            return model_lines(event)
+        case _:
+            return []
+
+
+def data_line(data: DataLoaded) -> str:
+    """E.g. `train      1,200 documents, 150,312 tokens (31 % targets), 37 packs of 4,096, fill 99.2 %`."""
+    name = {"train": "train", "evaluate": "held out"}.get(data.split, data.split)
+    line = (
+        f"{name:<9} {data.documents:,} documents, {data.tokens:,} tokens ({data.target_tokens / data.tokens:.0%} targets), "
+        f"{data.packs:,} packs of {data.capacity_tokens:,}, fill {data.fill:.1%} (padded: {data.padded_fill:.1%})"
+    )
+    if data.overlong_documents:
+        line += (
+            f"; {data.overlong}: {data.overlong_documents:,} over {data.max_tokens:,}, {data.tokens_lost:,} tokens lost"
+        )
+    return line
+
+
+def model_lines(model: ModelLoaded) -> list[str]:
+    """The model, its kernels, and what will train of it, role by role."""
+    adapters = sum(int(row["trainable_parameters"]) for row in model.coverage if row["rank"])
+    share = model.trainable_parameters / (model.parameters + adapters)
+    shape = f"{model.layers} layers"
+    if model.moe_layers:
+        shape += f", {len(model.moe_layers)} of them with {model.experts} experts, top-{model.top_k}"
+    lines = [
+        f"model     {model.architecture}, {model.parameters:,} parameters in {model.dtype}, {shape}",
+        f"kernels   attention: {model.attention}; experts: {model.experts_kernel}",
+        f"trains    {model.trainable_parameters:,} weights ({share:.2%} of all):",
+    ]
+    for row in model.coverage:
+        if row["trains"]:
+            how = f"rank {row['rank']} on {row['modules']} weights" if row["rank"] else f"{row['modules']} weights"
+            lines.append(f"            {row['role']:<15} {row['trainable_parameters']:>13,} in {how}")
+        else:
+            lines.append(f"            {row['role']:<15} {'frozen':>13} ({row['parameters']:,} parameters)")
+    return lines
+
+
+def step_line(done: StepDone, *, steps: int, eta_s: float, moe_layers: list[int]) -> str:
+    """E.g. `step  12/120  loss 1.8342  lr 9.8e-04  1,204 tok/s  eta 3:41  mem 2.1 GiB  drop 0  worst 1.9x L7`."""
+    columns = [
+        f"step {done.step:>{len(str(steps))}}/{steps}",
+        f"loss {done.loss:.4f}",
+        f"lr {done.lr:.1e}",
+        f"{done.tokens / done.step_s:,.0f} tok/s",
+        f"eta {clock(eta_s)}",
+        f"mem {done.memory_bytes / 2**30:.1f} GiB",
+    ]
+    if done.expert_tokens:
+        ratio, row = worst_load(done.expert_tokens)
+        columns += [f"drop {done.dropped_tokens:,}", f"worst {ratio:.1f}x L{moe_layers[row]}"]
+    return "  ".join(columns)
+
+
+def evaluation_line(done: Evaluated, *, before: Evaluated | None) -> str:
+    """E.g. `held-out after step 120: loss 0.8412 (was 2.3107), exact match 41/64 (was 3/64)`."""
+    was = f" (was {before.loss:.4f})" if before else ""
+    line = f"held-out {'before training' if done.step == 0 else f'after step {done.step}'}: loss {done.loss:.4f}{was}"
+    if done.asked:
+        was = f" (was {before.correct}/{before.asked})" if before and before.asked else ""
+        line += f", exact match {done.correct}/{done.asked}{was}"
+    return line
+
+
+def clock(seconds: float) -> str:
+    """1:05, 12:40, 3:02:11."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,121 @@
+"""Held-out loss, and answers by greedy decoding compared with the answers in the data."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gatewright.data.loader import Loader
+from gatewright.data.store import DocumentView
+from gatewright.model import attention
+from gatewright.model.head import Head
+from gatewright.spec.event import Evaluated
+from gatewright.train.forward import hidden_states
+from gatewright.train.loss import token_loss_sum
+
+SAMPLES = 8
+ROWS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The prompt and the expected last answer of one held-out document, as tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel,
+    head: Head,
+    tokenizer: PreTrainedTokenizerBase,
+    loader: Loader,
+    *,
+    step: int,
+    questions: list[Question],
+    max_new_tokens: int,
+    loss_chunk_tokens: int,
+    device: torch.device,
+) -> Evaluated:
+    """Mean loss over all held-out target tokens, and how many of `questions` are answered word for word."""
+    began = time.perf_counter()
+    model.eval()
+    loss_sum, target_tokens = 0.0, 0
+    for batch in loader.whole():
+        batch = batch.to(device)
+        hidden_TH = hidden_states(model, batch)
+        loss_sum += token_loss_sum(hidden_TH, head, batch.labels_T, chunk_tokens=loss_chunk_tokens).item()
+        target_tokens += batch.target_tokens
+    answers = answer(model, tokenizer, questions, max_new_tokens=max_new_tokens, device=device)
+    expected = [tokenizer.decode(q.answer, skip_special_tokens=True).strip() for q in questions]
+    samples = [
+        {"prompt": tokenizer.decode(q.prompt, skip_special_tokens=False), "expected": want, "answer": got}
+        for q, want, got in zip(questions[:SAMPLES], expected, answers, strict=False)
+    ]
+    return Evaluated(
+        step=step,
+        loss=loss_sum / target_tokens,
+        target_tokens=target_tokens,
+        asked=len(questions),
+        correct=sum(want == got for want, got in zip(expected, answers, strict=True)),
+        samples=samples,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def questions_of(view: DocumentView, *, count: int) -> list[Question]:
+    """Every so-manieth document, up to `count`, split before its last run of target tokens."""
+    total = len(view.lengths)
+    picked = [index * total // min(count, total) for index in range(min(count, total))]
+    questions = []
+    for index in picked:
+        tokens, is_target = view.document(index)
+        end = len(tokens)
+        while end and not is_target[end - 1]:
+            end -= 1
+        begin = end
+        while begin and is_target[begin - 1]:
+            begin -= 1
+        if begin:
+            questions.append(Question(tokens[:begin].tolist(), tokens[begin:end].tolist()))
+    return questions
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[Question],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+) -> list[str]:
+    """Greedy answers, stripped. Decoding needs a key/value cache, so transformers' own attention serves meanwhile."""
+    if not questions:
+        return []
+    stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
+    by_length = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
+    answers = [""] * len(questions)
+    model.set_attn_implementation("sdpa")
+    try:
+        for start in range(0, len(by_length), ROWS_AT_ONCE):
+            rows = by_length[start : start + ROWS_AT_ONCE]
+            longest = max(len(questions[i].prompt) for i in rows)
+            padding = [longest - len(questions[i].prompt) for i in rows]
+            prompts = [[stops[0]] * pad + questions[i].prompt for i, pad in zip(rows, padding, strict=True)]
+            mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+            generated = model.generate(
+                input_ids=torch.tensor(prompts, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=stops,
+                pad_token_id=stops[0],
+                use_cache=True,
+            )
+            for i, row in zip(rows, generated[:, longest:], strict=True):
+                answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    return answers

@@ -1,0 +1,269 @@
+"""The training run from its folder to its last step; read it downwards."""
+
+import os
+import shutil
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from gatewright.data.batch import Batch
+from gatewright.model.adapters import save_adapter
+from gatewright.spec.errors import Diverged, GatewrightError
+from gatewright.spec.event import Evaluated, Event, Saved, Start, StepDone, Stop
+from gatewright.spec.run import Run
+from gatewright.train import checkpoint
+from gatewright.train.console import announcement, evaluation_line, step_line
+from gatewright.train.device import device_name, peak_memory_bytes, versions
+from gatewright.train.evaluate import evaluate
+from gatewright.train.events import EventLog
+from gatewright.train.folder import open_run_folder
+from gatewright.train.optim import learning_rate
+from gatewright.train.setup import Trainer, refuse_unsupported, set_up
+from gatewright.train.state import Progress, read_progress, restore, write_state
+from gatewright.train.step import train_step
+from gatewright.train.stop import StopRequest, listen
+from gatewright.train.track import Tracker, open_trackers
+
+FINISHED, INTERRUPTED = 0, 130
+
+
+def train(run: Run, *, console: Console) -> int:
+    """Trains `run` to its end, going on from its newest sound checkpoint, and returns the exit code.
+
+    0: finished, now or earlier. 130: asked to stop; saved first. Errors of the run are raised, after their event.
+    """
+    findings = refuse_unsupported(run)
+    with open_run_folder(run) as folder, EventLog(folder / "events.jsonl") as events:
+        say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+        newest = checkpoint.newest_sound(folder / "checkpoints", warn=say)
+        if newest and _is_finished(run, newest):
+            say(f"{run.run} is finished: {newest.step} steps, results in {output_folder(run)}. Nothing to do.")
+            return FINISHED
+
+        def log(event: Event) -> None:
+            events.write(event)
+            for line in announcement(event):
+                say(line)
+
+        for finding in findings:
+            log(finding)
+        announce = "stopping after this step; the run will be saved (Ctrl-C again stops at once)"
+        step_reached = newest.step if newest else 0
+        try:
+            with listen(announce, say=say) as stop:
+                trainer = set_up(run, log=log)
+                progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
+                log(_start(run, trainer, resumed_step=newest.step if newest else None))
+                if newest:
+                    say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
+                trackers = open_trackers(run, folder)
+                try:
+                    progress = _steps(run, folder, trainer, progress, stop, log=log, say=say, trackers=trackers)
+                finally:
+                    for tracker in trackers:
+                        tracker.close()
+                step_reached = progress.step
+        except (GatewrightError, KeyboardInterrupt) as error:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            events.write(Stop(step=step_reached, reason=reason, detail=str(error)))
+            raise
+        if progress.step < progress.steps:
+            events.write(Stop(step=progress.step, reason="interrupted", detail=stop.signal or ""))
+            say(f"saved after step {progress.step}/{progress.steps}; start the same command again to go on")
+            return INTERRUPTED
+        events.write(Stop(step=progress.step, reason="finished", detail=""))
+        say(f"finished: {progress.step} steps, {progress.tokens:,} tokens; results in {output_folder(run)}")
+        return FINISHED
+
+
+def _steps(
+    run: Run,
+    folder: Path,
+    trainer: Trainer,
+    progress: Progress,
+    stop: StopRequest,
+    *,
+    log: Callable[[Event], None],
+    say: Callable[[str], None],
+    trackers: list[Tracker],
+) -> Progress:
+    """The optimizer steps that are left, with their evaluations and saves."""
+    recent_step_s: deque[float] = deque(maxlen=20)
+    before: Evaluated | None = None
+    if progress.step == 0 and trainer.held_out:
+        before = _evaluate(run, trainer, 0, before=None, log=log, say=say, trackers=trackers)
+
+    while progress.step < trainer.steps and not stop:
+        index, began = progress.step, time.perf_counter()
+        batches = [batch.to(trainer.device) for batch in trainer.loader.step(index)]
+        data_s = time.perf_counter() - began
+        lr = learning_rate(index, steps=trainer.steps, train=run.train)
+        try:
+            result = train_step(
+                trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
+                lr=lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
+            )  # fmt: skip
+        except Diverged as error:
+            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1)) from None
+        step_s = time.perf_counter() - began
+
+        recent_step_s.append(step_s)
+        done = StepDone(
+            step=index + 1,
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            target_tokens=result.target_tokens,
+            micro_batches=len(batches),
+            step_s=step_s,
+            data_s=data_s,
+            forward_s=result.forward_s,
+            backward_s=result.backward_s,
+            optimizer_s=result.optimizer_s,
+            memory_bytes=peak_memory_bytes(trainer.device),
+            dropped_tokens=0,
+            expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
+        )
+        log(done)
+        eta_s = statistics.median(recent_step_s) * (trainer.steps - done.step)
+        say(step_line(done, steps=trainer.steps, eta_s=eta_s, moe_layers=trainer.moe_layers))
+        _track(
+            trackers,
+            {"loss": done.loss, "lr": lr, "grad_norm": done.grad_norm, "tokens_per_s": done.tokens / step_s},
+            done.step,
+        )
+        progress = replace(
+            progress,
+            step=done.step,
+            tokens=progress.tokens + done.tokens,
+            target_tokens=progress.target_tokens + done.target_tokens,
+        )
+
+        last, every = done.step == trainer.steps, run.evaluate.every_steps if run.evaluate else None
+        evaluated = None
+        if trainer.held_out and (last or (every and done.step % every == 0)):
+            evaluated = _evaluate(run, trainer, done.step, before=before, log=log, say=say, trackers=trackers)
+            if progress.best_loss is None or evaluated.loss < progress.best_loss:
+                progress = replace(progress, best_loss=evaluated.loss, best_step=done.step)
+        best = evaluated is not None and progress.best_step == done.step
+        if last or best or stop or done.step % run.train.save_every_steps == 0:
+            if last:
+                _write_output(run, trainer)
+            _save(run, folder, trainer, progress, log=log)
+    return progress
+
+
+def _save(run: Run, folder: Path, trainer: Trainer, progress: Progress, *, log: Callable[[Event], None]) -> None:
+    began, root = time.perf_counter(), folder / "checkpoints"
+    saved = checkpoint.save(
+        root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress)
+    )
+    best = root / f"step-{progress.best_step:08d}" if progress.best_step is not None else None
+    checkpoint.prune(root, keep=run.train.keep_checkpoints, best=best)
+    seconds = time.perf_counter() - began
+    log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=best == saved.path))
+
+
+def _evaluate(
+    run: Run,
+    trainer: Trainer,
+    step: int,
+    *,
+    before: Evaluated | None,
+    log: Callable[[Event], None],
+    say: Callable[[str], None],
+    trackers: list[Tracker],
+) -> Evaluated:
+    """Held-out loss now; the greedy answers only before the first and after the last step, since they are slow."""
+    assert run.evaluate and trainer.held_out
+    done = evaluate(
+        trainer.model,
+        trainer.head,
+        trainer.tokenizer,
+        trainer.held_out,
+        step=step,
+        questions=trainer.questions if step in (0, trainer.steps) else [],
+        max_new_tokens=run.evaluate.max_new_tokens,
+        loss_chunk_tokens=run.train.loss_chunk_tokens,
+        device=trainer.device,
+    )
+    log(done)
+    say(evaluation_line(done, before=before))
+    _track(trackers, {"held_out_loss": done.loss}, step)
+    return done
+
+
+def output_folder(run: Run) -> Path:
+    """Where the finished adapter, or the fully fine-tuned model, lies."""
+    return run.folder / ("adapter" if run.method.adapter else "model")
+
+
+def _write_output(run: Run, trainer: Trainer) -> None:
+    final = output_folder(run)
+    partial = final.with_name(f".partial-{final.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    if run.method.adapter:
+        save_adapter(trainer.model, run.method.adapter, partial, base=run.model.path)
+    else:
+        trainer.model.save_pretrained(partial)
+    trainer.tokenizer.save_pretrained(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(partial, final)
+
+
+def _is_finished(run: Run, newest: checkpoint.Checkpoint) -> bool:
+    progress = read_progress(newest.path)
+    return progress.step >= progress.steps and output_folder(run).is_dir()
+
+
+def _fresh(trainer: Trainer) -> Progress:
+    return Progress(
+        step=0,
+        steps=trainer.steps,
+        tokens=0,
+        target_tokens=0,
+        best_loss=None,
+        best_step=None,
+        fingerprint=trainer.fingerprint,
+    )
+
+
+def _start(run: Run, trainer: Trainer, *, resumed_step: int | None) -> Start:
+    return Start(
+        run=run.run,
+        versions=versions(),
+        device=device_name(trainer.device),
+        threads=torch.get_num_threads(),
+        resumed_step=resumed_step,
+        steps=trainer.steps,
+    )
+
+
+def _track(trackers: list[Tracker], values: dict[str, float], step: int) -> None:
+    for tracker in trackers:
+        tracker.log(values, step=step)
+
+
+def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, step: int) -> str:
+    """Saves the step's micro-batches for study and says what is known."""
+    file = folder / f"diverged-step-{step:08d}.safetensors"
+    tensors = {}
+    for number, batch in enumerate(batches):
+        tensors[f"{number}/tokens"] = batch.tokens_T.cpu()
+        tensors[f"{number}/labels"] = batch.labels_T.cpu()
+        tensors[f"{number}/cu_seqlens"] = batch.cu_seqlens_S1.cpu()
+        tensors[f"{number}/documents"] = torch.tensor(batch.documents)
+    save_file(tensors, file)
+    return (
+        f"step {step}: {error}; the weights were not updated. The step's micro-batches are in {file} (tokens, labels, "
+        "document numbers). Lower train.lr or train.clip_norm, lengthen train.warmup_steps, or look at those documents; "
+        "a restart goes on from the newest checkpoint"
+    )

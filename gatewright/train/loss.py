@@ -1,0 +1,84 @@
+"""Cross-entropy fused with the head: a chunk of tokens has logits at one time, never the whole micro-batch.
+
+Forward and backward of a chunk happen together, in the forward pass: the chunk's logits become its loss and its
+gradient at once, and only the gradient with respect to the hidden states (and the head, if it trains) is kept.
+
+Shapes: T tokens of the micro-batch, C tokens of a chunk that carry loss, H hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gatewright.model.head import Head
+
+IGNORED = -100
+
+
+def token_loss_sum(hidden_TH: Tensor, head: Head, labels_T: Tensor, *, chunk_tokens: int) -> Tensor:
+    """Sum over labelled tokens of -log p(label), float32 scalar, differentiable in hidden_TH and the head.
+
+    Tokens with label -100 cost nothing: their logits are never computed.
+    """
+    return _ChunkedLoss.apply(hidden_TH, head.weight_VH, head.bias_V, labels_T, head.scale, head.softcap, chunk_tokens)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        scale: float,
+        softcap: float | None,
+        chunk_tokens: int,
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        labelled = (labels_T != IGNORED).nonzero().squeeze(1)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_TH.device)
+        grad_hidden = torch.zeros_like(hidden_TH) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias and bias_V is not None else None
+        head = Head(weight_VH, bias_V, scale, softcap)
+
+        for rows in labelled.split(chunk_tokens):
+            hidden_CH, labels_C = hidden_TH[rows], labels_T[rows]
+            logits_CV = head.logits(hidden_CH).float()
+            lse_C = logits_CV.logsumexp(dim=1)
+            total += (lse_C - logits_CV.gather(1, labels_C[:, None])[:, 0]).sum()
+            if not (wants_hidden or wants_weight or wants_bias):
+                continue
+            # d loss / d logits = softmax - one-hot, then back through the soft cap and the scale, in place.
+            slope = None if softcap is None else 1.0 - (logits_CV / softcap).square()
+            grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+            grad_CV[torch.arange(len(rows), device=rows.device), labels_C] -= 1.0
+            if slope is not None:
+                grad_CV *= slope
+            grad_CV = (grad_CV if scale == 1.0 else grad_CV.mul_(scale)).to(weight_VH.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad_CV @ weight_VH
+            if grad_weight is not None:
+                grad_weight += grad_CV.T @ hidden_CH
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(dim=0, dtype=torch.float32)
+
+        ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            None if grad_hidden is None else grad_hidden * grad_total.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad_total).to(weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_total).to(bias_dtype),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,85 @@
+"""The optimizer, the course of the learning rate, and the optimizer's state as plain named tensors."""
+
+import importlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gatewright.spec import run as spec
+from gatewright.spec.errors import CheckpointError, UserError
+
+Named = dict[str, nn.Parameter]
+
+
+def trainable(model: nn.Module) -> Named:
+    """Name -> parameter that trains, in the model's order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def build_optimizer(parameters: Named, train: spec.Train) -> torch.optim.Optimizer:
+    """AdamW over two groups: matrices with weight decay, norms and biases without."""
+    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    vectors = [p for p in parameters.values() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if train.optimizer == "adamw8bit":
+        try:
+            bitsandbytes = importlib.import_module("bitsandbytes")
+        except ImportError as error:
+            raise UserError(
+                f'train.optimizer: adamw8bit needs bitsandbytes ({error}); pip install "gatewright[quantize]"'
+            ) from None
+        return bitsandbytes.optim.AdamW8bit(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+
+
+def learning_rate(step: int, *, steps: int, train: spec.Train) -> float:
+    """Learning rate of step `step` (counted from 0) of `steps`.
+
+    Linear warm-up to train.lr over warmup_steps, then the schedule down to min_lr_fraction · lr:
+    cosine and linear over all that is left, wsd over the last decay_fraction of the run, constant never.
+    """
+    floor = train.min_lr_fraction
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    begin = train.warmup_steps
+    if train.schedule == "wsd":
+        begin = max(begin, steps - math.ceil(train.decay_fraction * steps))
+    if step < begin:
+        return train.lr
+    progress = (step - begin) / max(1, steps - begin)
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1.0 - progress
+    return train.lr * (floor + (1.0 - floor) * share)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, Tensor]:
+    """The optimizer's state as `<parameter>/<key>` -> tensor; plain numbers become float64 scalars."""
+    tensors = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            tensors[f"{name}/{key}"] = tensor.detach().cpu().contiguous()
+    return tensors
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tensors: dict[str, Tensor]) -> None:
+    """Puts back what optimizer_tensors took, to the bit. Raises CheckpointError for a state of other parameters."""
+    states: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        if name not in states:
+            raise CheckpointError(f"optimizer state of {name}, which this run does not train")
+        device = parameters[name].device if tensor.dim() else tensor.device
+        states[name][key] = tensor.to(device) if key != "step" or tensor.dtype != torch.float64 else int(tensor.item())
+    for name, parameter in parameters.items():
+        if states[name]:
+            optimizer.state[parameter] = states[name]

@@ -1,0 +1,203 @@
+"""Everything a run needs, built in one fixed order: data, model, adapters, proofs, optimizer."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gatewright.data.loader import Loader
+from gatewright.data.store import DocumentView, TokenStore, build_store
+from gatewright.data.template import Renderer
+from gatewright.data.tokenizer import load_tokenizer
+from gatewright.model.adapters import add_adapters, train_everything
+from gatewright.model.attention import choose_kernel
+from gatewright.model.experts import find_experts
+from gatewright.model.head import Head, head_of
+from gatewright.model.load import check_weights, load_model, read_config
+from gatewright.model.recompute import recompute
+from gatewright.packing.epoch import EpochPlan
+from gatewright.packing.lengths import padded_fill
+from gatewright.spec.errors import RunFileError
+from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
+from gatewright.spec.run import Run
+from gatewright.train.device import pick_device
+from gatewright.train.evaluate import Question, questions_of
+from gatewright.train.optim import Named, build_optimizer, trainable
+from gatewright.train.prove import prove_head, prove_isolation
+
+AUTO_MICRO_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """All parts of a run in this process."""
+
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    head: Head
+    parameters: Named
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    held_out: Loader | None
+    questions: list[Question]
+    steps: int
+    moe_layers: list[int]
+    fingerprint: dict[str, str]
+    """What a resumed run must find unchanged: the data and the base model."""
+
+
+def refuse_unsupported(run: Run) -> list[Finding]:
+    """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
+    wrong = []
+    if run.router.train or run.router.balance or run.router.z:
+        wrong.append("router.train, router.balance and router.z: the router is frozen in this version; set false, 0, 0")
+    if run.router.capacity != "dropless":
+        wrong.append("router.capacity: this version never drops tokens; set dropless")
+    if run.parallel != "auto" and run.parallel.model_dump() != type(run.parallel)().model_dump():
+        wrong.append("parallel: this version trains in one process; leave it out, or set auto")
+    if wrong:
+        raise RunFileError("\n".join(wrong))
+    findings = []
+    if run.router.guard.action:
+        text = "router.guard has nothing to act on: the router is frozen"
+        findings.append(Finding(severity="note", text=text))
+    adapter = run.method.adapter
+    if adapter and adapter.dropout and "experts" in adapter.targets:
+        text = f"method.adapter.dropout {adapter.dropout} applies to linear layers only; adapters of experts take none"
+        findings.append(Finding(severity="warning", text=text))
+    return findings
+
+
+def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
+    """Builds the run's parts; what the user should know of each goes to `log` before the first step."""
+    if run.train.threads:
+        torch.set_num_threads(run.train.threads)
+    torch.manual_seed(run.train.seed)
+    device = pick_device()
+
+    # Data first: its mistakes are the most common, and cost nothing to find.
+    folder = Path(run.model.path)
+    config = read_config(folder, trust_remote_code=run.model.trust_remote_code)
+    check_weights(folder)
+    tokenizer = load_tokenizer(folder)
+    renderer = Renderer(tokenizer, template=run.data.chat_template)
+    vocab_size = config.get_text_config().vocab_size
+    store = _store(run, run.data.train, renderer, vocab_size)
+    view = store.limit(run.data.max_tokens, run.data.overlong)
+    capacity = _micro_batch_tokens(run, view)
+    per_step = max(1, round(run.train.tokens_per_step / capacity)) if run.data.pack else None
+    plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
+    if per_step is None:
+        per_step = max(1, round(run.train.tokens_per_step / float(view.lengths.mean())))
+    loader = Loader(view, plan, packs_per_step=per_step)
+    steps = run.train.steps or -(-run.train.epochs * plan.packs_per_epoch // per_step)
+    log(_describe_data("train", run.data.train, run, view, plan))
+
+    held_out, questions = None, []
+    if run.evaluate:
+        held_out_store = _store(run, run.evaluate.data, renderer, vocab_size)
+        held_out_view = held_out_store.limit(view.max_tokens, run.data.overlong)
+        held_out_plan = EpochPlan(held_out_view.lengths, capacity=capacity, seed=0, pack=run.data.pack)
+        held_out = Loader(held_out_view, held_out_plan, packs_per_step=1)
+        questions = questions_of(held_out_view, count=run.evaluate.exact_match or 0)
+        log(_describe_data("evaluate", run.evaluate.data, run, held_out_view, held_out_plan))
+
+    kernel = choose_kernel(device, getattr(torch, run.model.dtype))
+    model = load_model(run.model, device=device, kernel=kernel)
+    total = sum(p.numel() for p in model.parameters())
+    adapter = run.method.adapter
+    coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
+    recompute(model, run.train.checkpointing)
+    head = head_of(model)
+    model.eval()
+    prove_isolation(model, device=device)
+    prove_head(model, head, device=device)
+
+    parameters = trainable(model)
+    experts = find_experts(model)
+    text_config = model.config.get_text_config().to_dict()
+    log(
+        ModelLoaded(
+            path=run.model.path,
+            architecture=type(model).__name__,
+            dtype=run.model.dtype,
+            parameters=total,
+            trainable_parameters=sum(p.numel() for p in parameters.values()),
+            layers=text_config.get("num_hidden_layers", 0),
+            moe_layers=sorted(experts),
+            experts=max((module.num_experts for module in experts.values()), default=0),
+            top_k=text_config.get("num_experts_per_tok") or text_config.get("moe_topk") or 0,
+            attention=f"{kernel.name} ({kernel.reason})",
+            experts_kernel="grouped_mm" if experts else "none",
+            coverage=coverage,
+        )
+    )
+    return Trainer(
+        device=device,
+        tokenizer=tokenizer,
+        model=model,
+        head=head,
+        parameters=parameters,
+        optimizer=build_optimizer(parameters, run.train),
+        loader=loader,
+        held_out=held_out,
+        questions=questions,
+        steps=steps,
+        moe_layers=sorted(experts),
+        fingerprint={"data": store.fingerprint, "base model": _model_fingerprint(folder)},
+    )
+
+
+def _store(run: Run, path: str, renderer: Renderer, vocab_size: int) -> TokenStore:
+    return build_store(Path(path), renderer=renderer, root=Path(run.runs_dir) / ".tokens", vocab_size=vocab_size)
+
+
+def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
+    """Capacity of a micro-batch. Raises RunFileError when a document cannot fit, or a step cannot hold a micro-batch."""
+    longest, wanted = int(view.lengths.max()), run.train.micro_batch_tokens
+    if wanted == "auto":
+        return max(longest, min(run.train.tokens_per_step, AUTO_MICRO_BATCH_TOKENS))
+    if wanted < longest:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {wanted:,} cannot hold the longest document of {longest:,} tokens; raise it, "
+            f"or lower data.max_tokens"
+        )
+    if wanted > run.train.tokens_per_step:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {wanted:,} is more than train.tokens_per_step = {run.train.tokens_per_step:,}; "
+            "a step is made of whole micro-batches"
+        )
+    return wanted
+
+
+def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: EpochPlan) -> DataLoaded:
+    packs = plan.packs(0)
+    tokens = int(view.lengths.sum())
+    return DataLoaded(
+        split=split,
+        source=source,
+        documents=len(view.lengths),
+        tokens=tokens,
+        target_tokens=view.target_tokens,
+        max_tokens=view.max_tokens,
+        overlong=run.data.overlong,
+        overlong_documents=view.overlong_documents,
+        tokens_lost=view.tokens_lost,
+        packs=plan.packs_per_epoch,
+        capacity_tokens=plan.capacity,
+        fill=packs.fill,
+        lower_bound_packs=packs.lower_bound,
+        padded_fill=padded_fill(view.lengths, batch_size=max(1, round(len(view.lengths) / plan.packs_per_epoch))),
+    )
+
+
+def _model_fingerprint(folder: Path) -> str:
+    """sha256 over config.json and the names and sizes of the weight files."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()
