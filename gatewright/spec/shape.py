@@ -181,6 +181,10 @@ class ModelShape:
     """Copies of the residual stream carried through the layers (DeepSeek-V4's hyper-connections: 4)."""
     logit_softcap: bool = False
     """Logits pass through tanh (Gemma 2): one more [tokens, vocab] buffer."""
+    assumed: tuple[str, ...] = ()
+    """Keys the config left out, filled with transformers' defaults for the family: `num_experts=128`."""
+    left_out: tuple[str, ...] = ()
+    """Parts of the checkpoint that are not counted here: vision_config, audio_config."""
 
     @property
     def parameters(self) -> int:
