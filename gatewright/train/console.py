@@ -20,9 +20,10 @@ def announcement(event: Event) -> list[str]:
 def data_line(data: DataLoaded) -> str:
     """E.g. `train      1,200 documents, 150,312 tokens (31 % targets), 37 packs of 4,096, fill 99.2 %`."""
     name = {"train": "train", "evaluate": "held out"}.get(data.split, data.split)
+    targets = data.target_tokens / data.tokens
     line = (
-        f"{name:<9} {data.documents:,} documents, {data.tokens:,} tokens ({data.target_tokens / data.tokens:.0%} targets), "
-        f"{data.packs:,} packs of {data.capacity_tokens:,}, fill {data.fill:.1%} (padded: {data.padded_fill:.1%})"
+        f"{name:<9} {data.documents:,} documents, {data.tokens:,} tokens ({targets:.0%} targets), "
+        f"{data.packs:,} packs of {data.capacity_tokens:,}, fill {data.fill:.1%} (padded {data.padded_fill:.1%})"
     )
     if data.overlong_documents:
         line += (

@@ -263,7 +263,7 @@ def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, 
         tensors[f"{number}/documents"] = torch.tensor(batch.documents)
     save_file(tensors, file)
     return (
-        f"step {step}: {error}; the weights were not updated. The step's micro-batches are in {file} (tokens, labels, "
-        "document numbers). Lower train.lr or train.clip_norm, lengthen train.warmup_steps, or look at those documents; "
-        "a restart goes on from the newest checkpoint"
+        f"step {step}: {error}; the weights were not updated. The step's micro-batches are in {file} (tokens, "
+        "labels, document numbers). Lower train.lr or train.clip_norm, lengthen train.warmup_steps, or look at those "
+        "documents; a restart goes on from the newest checkpoint"
     )

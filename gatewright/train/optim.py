@@ -62,7 +62,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>/<key>` -> tensor; plain numbers become float64 scalars."""
+    """The optimizer's state as `<parameter>/<key>` -> tensor; plain integers become float64 scalars."""
     tensors = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -78,8 +78,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tenso
         name, _, key = path.rpartition("/")
         if name not in states:
             raise CheckpointError(f"optimizer state of {name}, which this run does not train")
-        device = parameters[name].device if tensor.dim() else tensor.device
-        states[name][key] = tensor.to(device) if key != "step" or tensor.dtype != torch.float64 else int(tensor.item())
+        is_number = tensor.dtype == torch.float64 and tensor.dim() == 0
+        states[name][key] = int(tensor.item()) if is_number else tensor.to(parameters[name].device, copy=True)
     for name, parameter in parameters.items():
         if states[name]:
             optimizer.state[parameter] = states[name]

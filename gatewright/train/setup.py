@@ -157,7 +157,7 @@ def _store(run: Run, path: str, renderer: Renderer, vocab_size: int) -> TokenSto
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
-    """Capacity of a micro-batch. Raises RunFileError when a document cannot fit, or a step cannot hold a micro-batch."""
+    """Capacity of a micro-batch. Raises RunFileError when a document cannot fit, or a step holds no micro-batch."""
     longest, wanted = int(view.lengths.max()), run.train.micro_batch_tokens
     if wanted == "auto":
         return max(longest, min(run.train.tokens_per_step, AUTO_MICRO_BATCH_TOKENS))
@@ -168,8 +168,8 @@ def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
         )
     if wanted > run.train.tokens_per_step:
         raise RunFileError(
-            f"train.micro_batch_tokens = {wanted:,} is more than train.tokens_per_step = {run.train.tokens_per_step:,}; "
-            "a step is made of whole micro-batches"
+            f"train.micro_batch_tokens = {wanted:,} is more than "
+            f"train.tokens_per_step = {run.train.tokens_per_step:,}; a step is made of whole micro-batches"
         )
     return wanted
 
