@@ -95,9 +95,9 @@ def _nearest_file(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f" (nor a folder {folder})"
-    files = [entry.name for entry in islice(folder.iterdir(), 1000) if entry.suffix in {".yaml", ".yml"}]
-    found = nearest(path.name, files)
-    return f"; did you mean {folder / found}?" if found else ""
+    files = {entry.stem: entry for entry in islice(folder.iterdir(), 1000) if entry.suffix in {".yaml", ".yml"}}
+    found = nearest(path.stem, files)
+    return f"; did you mean {files[found]}?" if found else ""
 
 
 # --- overrides ------------------------------------------------------------------------------------------------

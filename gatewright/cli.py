@@ -1,0 +1,188 @@
+"""The command line: one verb a job of the user's; a verb imports its part of the house only when it is called."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gatewright import __version__
+from gatewright.spec.errors import GatewrightError, UserError
+
+EXTRAS = {
+    "torch": "train",
+    "transformers": "train",
+    "peft": "train",
+    "safetensors": "train",
+    "datasets": "train",
+    "tokenizers": "train",
+    "bitsandbytes": "quantize",
+    "gguf": "export",
+    "openai": "synth",
+    "tenacity": "synth",
+}
+"""Packages that a bare install leaves out, and the extra that brings them."""
+
+app = typer.Typer(
+    help="Plan, train and ship fine-tuned mixture-of-experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data = typer.Typer(help="Look at training data.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+def main() -> None:
+    """Runs the command line and ends the process: 0 done, 1 the run failed, 2 your input, 130 interrupted."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except GatewrightError as error:
+        if os.environ.get("GATEWRIGHT_DEBUG") == "1":
+            traceback.print_exc()
+        _say_error(str(error))
+        sys.exit(error.exit_code)
+    except Exception as error:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS:
+            _say_error(f'this needs {package}, which is not installed: pip install "gatewright[{EXTRAS[package]}]"')
+            sys.exit(2)
+        traceback.print_exc()
+        _say_error(
+            "this is a bug in Gatewright, not a mistake of yours. Please report it with the lines above, "
+            f"the command and the run file (gatewright {__version__}, Python {sys.version.split()[0]})"
+        )
+        sys.exit(1)
+
+
+def _say_error(text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gatewright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", show_default=False, help="What to train.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.lr=1e-4. May be repeated."),
+    ] = None,
+) -> None:
+    """Train as a run file says. Started again, it goes on from the last checkpoint."""
+    from rich.console import Console
+
+    from gatewright.spec.read import read_run
+
+    run = read_run(run_file, overrides or [])
+
+    from gatewright.train.loop import train as train_run
+
+    raise typer.Exit(train_run(run, console=Console()))
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False, help="A run's name, folder or run file.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The page; default: report.html in the run folder.")
+    ] = None,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Print only.")] = False,
+) -> None:
+    """Show how a run went: in the terminal, and as one self-contained HTML page."""
+    if html is not None and no_html:
+        raise typer.BadParameter("give --html or --no-html, not both")
+    from rich.console import Console
+
+    from gatewright.report.html import render_html
+    from gatewright.report.read import read_run_folder
+    from gatewright.report.text import render_text
+
+    folder = _run_folder(run)
+    facts = read_run_folder(folder)
+    console = Console()
+    console.print(render_text(facts))
+    if not no_html:
+        page = html or folder / "report.html"
+        _write_whole(page, render_html(facts))
+        console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _run_folder(run: str) -> Path:
+    """The run folder that is meant by a folder, the name of a run in runs/, or a run file."""
+    from gatewright.spec.keys import nearest
+    from gatewright.spec.read import read_run
+
+    given = Path(run)
+    if given.is_file():
+        return read_run(given).folder
+    named = Path("runs") / run
+    for folder in (given, named):
+        if (folder / "events.jsonl").is_file() or (folder / "run.yaml").is_file():
+            return folder
+    if given.is_dir():
+        raise UserError(f"{given} is no run folder: it holds neither run.yaml nor events.jsonl")
+    runs = sorted(folder.parent.name for folder in Path("runs").glob("*/run.yaml"))
+    known = nearest(run, runs, cutoff=0.4) if runs else None
+    hint = f"; did you mean {known}?" if known else f"; runs/ has {', '.join(runs[:5])}" if runs else ""
+    raise UserError(f"{run}: no such run: neither a folder, nor a run file, nor a run in runs/{hint}")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another place with --html") from None
+
+
+@data.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="JSONL, Parquet or dataset folder.")],
+    model: Annotated[str, typer.Option(metavar="FOLDER", show_default=False, help="Model whose tokenizer counts.")],
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="N|pNN", help="Longest document: tokens, or a percentile such as p99.")
+    ] = None,
+    capacity: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens a micro-batch holds.")] = None,
+) -> None:
+    """Show how long the documents are, what padding would waste, and what packing gains."""
+    from rich.console import Console
+
+    from gatewright.data.inspect import inspect_data
+
+    limit = int(max_tokens) if max_tokens is not None and max_tokens.isdecimal() else max_tokens
+    inspect_data(file, model=model, max_tokens=limit, capacity=capacity, console=Console())
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the run file, for editors."""
+    import json
+
+    from gatewright.spec.read import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))

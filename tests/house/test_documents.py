@@ -1,0 +1,67 @@
+"""What is written about the house is true of it: the README's tree and commands, the dependencies, the changelog."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+
+import typer
+from tree import ROOT, readme_with, render_tree
+
+from gatewright import __version__
+from gatewright.cli import EXTRAS, app
+
+VERBS = {"train", "report", "data inspect", "schema"}
+"""Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def verbs(command: object, prefix: str = "") -> Iterator[str]:
+    for name, below in command.commands.items():
+        if "commands" in vars(below):
+            yield from verbs(below, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_the_command_line_has_the_documented_verbs_and_no_others() -> None:
+    assert set(verbs(typer.main.get_command(app))) == VERBS
+
+
+def test_the_readme_shows_every_verb() -> None:
+    readme = read("README.md")
+    assert [verb for verb in sorted(VERBS) if f"gatewright {verb}" not in readme] == []
+
+
+def test_the_changelog_names_every_verb_and_the_version() -> None:
+    changelog = read("CHANGELOG.md")
+    assert [verb for verb in sorted(VERBS) if f"gatewright {verb}" not in changelog] == []
+    assert re.search(rf"^## \[{re.escape(__version__)}\]", changelog, flags=re.MULTILINE)
+
+
+def test_the_readme_has_the_tree_of_the_package() -> None:
+    """`python tests/house/tree.py --write` (or `make format`) brings it up to date."""
+    readme = read("README.md")
+    assert readme == readme_with(render_tree(), readme)
+
+
+def test_every_dependency_is_explained_and_nothing_else_is() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    required = {"": project["dependencies"], **project["optional-dependencies"]}
+    explained: dict[str, set[str]] = {}
+    for part in re.split(r"^## ", read("docs/dependencies.md"), flags=re.MULTILINE)[1:]:
+        extra = re.match(r"Extra `(\w+)`", part)
+        explained[extra.group(1) if extra else ""] = set(re.findall(r"^\| `([\w-]+)` \|", part, flags=re.MULTILINE))
+    assert explained == {extra: {re.match(r"[\w-]+", line)[0] for line in lines} for extra, lines in required.items()}
+
+
+def test_every_package_that_an_extra_brings_has_a_sentence_when_it_is_missing() -> None:
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        names = {re.match(r"[\w-]+", line)[0] for line in extras[extra]}
+        assert package in names or package == "tokenizers", (package, extra)
+    for extra in ("train", "quantize", "export", "synth"):
+        for line in extras[extra]:
+            assert EXTRAS[re.match(r"[\w-]+", line)[0].replace("-", "_")] == extra
