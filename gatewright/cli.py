@@ -116,10 +116,11 @@ def report(
     from rich.console import Console
 
     from gatewright.report.html import render_html
-    from gatewright.report.read import read_run_folder
+    from gatewright.report.read import find_run_folder, read_run_folder
     from gatewright.report.text import render_text
+    from gatewright.spec.read import read_run
 
-    folder = _run_folder(run)
+    folder = read_run(Path(run)).folder if Path(run).is_file() else find_run_folder(run)
     facts = read_run_folder(folder)
     console = Console()
     console.print(render_text(facts))
@@ -129,35 +130,17 @@ def report(
         console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _run_folder(run: str) -> Path:
-    """The run folder that is meant by a folder, the name of a run in runs/, or a run file."""
-    from gatewright.spec.keys import nearest
-    from gatewright.spec.read import read_run
-
-    given = Path(run)
-    if given.is_file():
-        return read_run(given).folder
-    named = Path("runs") / run
-    for folder in (given, named):
-        if (folder / "events.jsonl").is_file() or (folder / "run.yaml").is_file():
-            return folder
-    if given.is_dir():
-        raise UserError(f"{given} is no run folder: it holds neither run.yaml nor events.jsonl")
-    runs = sorted(folder.parent.name for folder in Path("runs").glob("*/run.yaml"))
-    known = nearest(run, runs, cutoff=0.4) if runs else None
-    hint = f"; did you mean {known}?" if known else f"; runs/ has {', '.join(runs[:5])}" if runs else ""
-    raise UserError(f"{run}: no such run: neither a folder, nor a run file, nor a run in runs/{hint}")
-
-
 def _write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; --html wants the page's own name, such as {path / 'report.html'}")
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another place with --html") from None
+        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --html") from None
 
 
 @data.command()
