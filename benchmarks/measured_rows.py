@@ -1,0 +1,362 @@
+"""Rows of measured_memory.csv → jobs of the planner: what each source's words mean, and what had to be assumed."""
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from measured_models import find_shape
+
+from gatewright.planner.job import (
+    Adapter,
+    AttentionKernel,
+    Checkpointing,
+    Job,
+    Layout,
+    LossKernel,
+    Method,
+    Offload,
+    Optimizer,
+    Sharding,
+    Storage,
+)
+from gatewright.spec.plan import Metric
+from gatewright.spec.shape import TensorRole
+
+ROWS = Path(__file__).parent / "data" / "measured_memory.csv"
+CAP_FILL = 0.6
+"""Longest sample a run has met, as a share of the length cap, where a row only states the cap."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run."""
+
+    fields: dict[str, str]
+    job: Job | None
+    metric: Metric
+    stage: int | None
+    """Pipeline stage whose rank was logged; None: the most loaded."""
+    problem: str = ""
+    """Why no job could be made."""
+
+    @property
+    def peak_gib(self) -> float:
+        return float(self.fields["peak_gib"])
+
+    @property
+    def exact(self) -> bool:
+        return self.fields["quality"] in "AB"
+
+    @property
+    def bound(self) -> bool:
+        """A requirement or a marketing figure, not a measurement."""
+        return self.fields["quality"] == "D"
+
+    @property
+    def moe(self) -> bool:
+        return "moe" in self.fields["arch"]
+
+    @property
+    def cell(self) -> tuple[str, str, str, str]:
+        fields = self.fields
+        ranks = "1 GPU" if fields["world_size"] == "1" else "many"
+        return (source_framework(fields), fields["model"], fields["method"], ranks)
+
+
+def read_rows(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return [read_row(fields) for fields in csv.DictReader(file)]
+
+
+def source_framework(fields: dict[str, str]) -> str:
+    """The tool behind a row, without its benchmark's suffix."""
+    return re.split(r" [/(0-9]", fields["framework"])[0].strip()
+
+
+def read_row(fields: dict[str, str]) -> Row:
+    metric = metric_of(fields)
+    last = "rank logged: last" in fields["metric"] or "last stage" in fields["note"]
+    try:
+        job = job_of(fields)
+    except ValueError as problem:
+        return Row(fields=fields, job=None, metric=metric, stage=None, problem=str(problem))
+    return Row(fields=fields, job=job, metric=metric, stage=job.layout.pp - 1 if last else None)
+
+
+def metric_of(fields: dict[str, str]) -> Metric:
+    text = fields["metric"].lower()
+    if "nvidia-smi" in text or "works on" in text or text == "comment":
+        return "device"
+    if "allocated" in text or text in ("peak_vram_gb", "peak gpu (script)", "peak gpu"):
+        return "allocated"
+    return "reserved"
+
+
+def number(text: str, default: float | None = None) -> float:
+    """The first number of a cell: `8 (1 layer/stage)` is 8."""
+    found = re.search(r"\d+(\.\d+)?", text)
+    if found is None:
+        if default is None:
+            raise ValueError(f"no number in {text!r}")
+        return default
+    return float(found[0])
+
+
+def job_of(fields: dict[str, str]) -> Job:
+    total = number(fields["total_params_b"], 0) or None
+    active = number(fields["active_params_b"], 0) or None
+    found = find_shape(fields["model"], total_b=total, active_b=active, moe="moe" in fields["arch"])
+    if found is None:
+        raise ValueError(f"no shape known for {fields['model']!r}, and no size stated")
+    method = method_of(fields)
+    rows, tokens = batch_of(fields)
+    preference = fields["task"] in ("dpo", "simpo", "kto") and fields["packing"] != "packing"
+    return Job(
+        shape=found.shape,
+        method=method,
+        framework=policy_of(fields),
+        adapter=None if method == "full" else adapter_of(fields),
+        frozen=frozen_of(fields),
+        storage=storage_of(fields["weight_dtype"], method),
+        rows=rows,
+        tokens_per_row=tokens,
+        checkpointing=checkpointing_of(fields["grad_ckpt"]),
+        recompute=recompute_of(fields["grad_ckpt"]),
+        attention=attention_of(fields["attention"]),
+        loss=loss_of(fields),
+        optimizer=optimizer_of(fields["optimizer"] + " " + fields["optim_state_dtype"]),
+        accumulate=policy_of(fields) in ("ms-swift", "axolotl"),
+        compiled="compile" in (fields["loss_kernel"] + fields["note"]),
+        layout=layout_of(fields),
+        offload=offload_of(fields["offload"] + fields["grad_ckpt"]),
+        reference_model=fields["task"] in ("dpo", "kto", "gkd") and method == "full",
+        preference=preference,
+        imbalance=1.15 if number(fields["ep"], 1) > 1 else 1.0,
+    )
+
+
+POLICIES = (
+    (r"fms.*moe-scattermoe", "fms-moe"),
+    (r"fms.*", "fms"),
+    (r"ms-swift", "ms-swift"),
+    (r"megatron-swift|llama-factory \(mca\)", "megatron-swift"),
+    (r"megatron|flagscale", "megatron"),
+    (r"torchtitan", "torchtitan"),
+    (r"automodel", "automodel"),
+    (r"torchtune", "torchtune"),
+    (r"litgpt", "litgpt"),
+    (r"axolotl", "axolotl"),
+    (r"unsloth", "unsloth"),
+    (r"fsdp_qlora", "fsdp-qlora"),
+    (r"deepspeed", "deepspeed"),
+    (r"trl", "trl"),
+)
+
+
+def policy_of(fields: dict[str, str]) -> str:
+    name = fields["framework"].lower()
+    key = next((key for pattern, key in POLICIES if re.search(pattern, name)), "hf")
+    if key == "fms":
+        return fms_policy(fields)
+    if key == "hf" and "peft" in name and "method_comparison" in name:
+        return "peft"
+    return key
+
+
+def fms_policy(fields: dict[str, str]) -> str:
+    """fms-hf-tuning: transformers 4.44 in a100_80gb.csv, newer in the others; `foak` swaps kernels in."""
+    old = "refs/a100_80gb.csv" in fields["source"]
+    fused = "foak" in fields["framework"]
+    if "fp32 params" in fields["weight_dtype"]:
+        return "fms-fp32"
+    if "baseline-peft-bnb" in fields["framework"]:
+        return "fms-baseline" + ("-4.44" if old else "")
+    return "fms" + ("-4.44" if old else "") + ("-foak" if fused else "")
+
+
+def method_of(fields: dict[str, str]) -> Method:
+    text = fields["method"]
+    if text.startswith(("full", "partial")):
+        return "full"
+    return "qlora" if text == "qlora" else "lora"
+
+
+def frozen_of(fields: dict[str, str]) -> frozenset[TensorRole]:
+    if "vision frozen" in fields["method"]:
+        return frozenset({"vision"})
+    return frozenset()
+
+
+TARGETS: tuple[tuple[str, tuple[TensorRole, ...], tuple[str, ...]], ...] = (
+    (r"\bq(_proj)?\b|qkv|q,|attn|attention", ("attention",), ("q_proj", "qkv_proj", "q_a_proj", "q_b_proj")),
+    (r"\bk(_proj)?\b|qkv|k,|attn|attention|kv", ("attention",), ("k_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
+    (r"\bv(_proj)?\b|qkv|v,|attn|attention", ("attention",), ("v_proj",)),
+    (r"\bo(_proj)?\b|o,|qkvo|attn|attention|linear_proj|,proj", ("attention",), ("o_proj",)),
+    (r"gate|up\b|mlp|fc1|down|all-linear|all linear", ("dense_mlp",), ("gate_proj", "up_proj", "gate_up_proj")),
+    (r"down|mlp|fc2|all-linear|all linear", ("dense_mlp",), ("down_proj",)),
+)
+ALL_LINEAR: tuple[TensorRole, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts")
+
+
+def adapter_of(fields: dict[str, str]) -> Adapter:
+    text = re.sub(r"\(.*?(default|typical).*?\)", "", fields["target_modules"].lower())
+    rank = int(number(fields["lora_r"], 16))
+    experts = "experts" in text and "not nn.linear" not in text and "shared expert" not in text
+    if re.search(r"all[- ]linear|^all|linear_qkv,proj,fc1", text) or not text:
+        megatron = policy_of(fields).startswith("megatron")
+        roles = {*ALL_LINEAR, *(("routed_experts",) if experts or megatron else ())}
+        if "not nn.linear" in text:
+            roles = {"attention"}
+        return Adapter(rank=rank, roles=frozenset(roles))
+    roles_found: set[TensorRole] = set()
+    names: set[str] = set()
+    for pattern, roles_of, leaf_names in TARGETS:
+        if re.search(pattern, text):
+            roles_found.update(roles_of)
+            names.update(leaf_names)
+    if "shared expert" in text:
+        roles_found.add("shared_experts")
+        names.update(("gate_proj", "up_proj", "down_proj"))
+    if "linear_attn" in text:
+        roles_found.add("linear_attention")
+        names.update(("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_a", "in_proj_b", "out_proj"))
+    if experts:
+        roles_found.add("routed_experts")
+        names.update(("gate_up_proj", "down_proj"))
+    return Adapter(rank=rank, roles=frozenset(roles_found or {"attention"}), names=frozenset(names) or None)
+
+
+def storage_of(text: str, method: Method) -> Storage:
+    text = text.lower()
+    if method == "full" or not text:
+        return "bf16"
+    if "double" in text:
+        return "nf4_double"
+    if "nvfp4" in text:
+        return "nvfp4"
+    if "nf4" in text or "bnb" in text:
+        return "nf4"
+    if "int4" in text or "gptq" in text or "awq" in text:
+        return "int4"
+    if "int8" in text and "bf16" not in text:
+        return "int8"
+    if "fp8" in text and "compute" not in text:
+        return "fp8"
+    return "bf16"
+
+
+def batch_of(fields: dict[str, str]) -> tuple[int, int]:
+    """Rows and tokens a row of one micro-batch on one rank."""
+    text, known = fields["seq_len"], fields["tokens_known"]
+    rows = max(1, int(number(fields["micro_batch"], 1)))
+    packed = fields["packing"] in ("packing", "sample_packing", "fixed", "fixed length", "fixed?")
+    if "hellaswag" in text:
+        return rows, 128
+    if not re.match(r"\s*\d", text):
+        cap = re.search(r"max (\d{3,})", text)
+        return rows, int(float(cap[1]) * CAP_FILL / 2) if cap else 1024
+    tokens = int(number(text))
+    if "tok/sample" in fields["note"]:
+        return rows, int(number(fields["note"].split("~")[-1], tokens))
+    if known.startswith(("no", "cap")) and not packed:
+        return rows, max(1, int(tokens * CAP_FILL))
+    return rows, tokens
+
+
+def checkpointing_of(text: str) -> Checkpointing:
+    text = text.lower()
+    if "every 2nd" in text:
+        return "alternate"
+    if text.startswith(("none", "expert-fc1")):
+        return "none"
+    if recompute_of(text) or re.search(r"selective ?(\(core_attn\)|\[\]|core_attn)", text):
+        return "none"
+    if text.startswith(("selective", "unstated (config default, likely selective)", "config default")):
+        return "per_op"
+    return "full"
+
+
+def recompute_of(text: str) -> frozenset[str]:
+    """Module names of Megatron's selective recomputation."""
+    if "selective" not in text:
+        return frozenset()
+    return frozenset(re.findall(r"moe_act|mla_up_proj|layernorm|\bmlp\b|\bmoe\b", text))
+
+
+def attention_of(text: str) -> AttentionKernel:
+    text = text.lower()
+    if "eager" in text and "fa2" not in text or "unfused" in text:
+        return "eager"
+    return "sdpa" if "sdpa" in text and "flash" not in text else "flash"
+
+
+def loss_of(fields: dict[str, str]) -> LossKernel:
+    text = fields["loss_kernel"].lower()
+    if "chunked" in text:
+        return "chunked"
+    if "liger" in text or "cut cross" in text or "linear" in text or "unsloth" in text:
+        return "linear"
+    if "fast" in text or "fused" in text:
+        return "fused"
+    return "full"
+
+
+def optimizer_of(text: str) -> Optimizer:
+    text = text.lower()
+    if "muon" in text:
+        return "muon"
+    if "4bit" in text:
+        return "adamw_4bit"
+    if "8bit" in text or "int8" in text:
+        return "adamw_8bit"
+    return "adamw"
+
+
+SHARDINGS: tuple[tuple[str, Sharding], ...] = (
+    ("megatron-fsdp", "fsdp2"),
+    ("no_shard", "none"),
+    ("fsdp2", "fsdp2"),
+    ("fsdp1", "fsdp1"),
+    ("zero3", "zero3"),
+    ("zero2", "zero2"),
+    ("zero-1", "zero1"),
+    ("device_map", "pipeline_naive"),
+)
+
+
+def layout_of(fields: dict[str, str]) -> Layout:
+    text = fields["zero_or_fsdp"].lower()
+    tp, pp = int(number(fields["tp"], 1)), int(number(fields["pp"], 1))
+    ep, etp = int(number(fields["ep"], 1)), int(number(fields["etp"], 1))
+    cp_text = fields["cp_or_sp"]
+    cp = int(number(cp_text, 1)) if re.search(r"cp|ulysses", cp_text.lower()) else 1
+    known = fields["world_size"].isdigit()
+    world = int(fields["world_size"]) if known else int(number(fields["world_size"], tp * pp * max(1, ep // tp) * 2))
+    sharding: Sharding = next((value for key, value in SHARDINGS if key in text), "none")
+    pattern = "ulysses" in cp_text.lower()
+    return Layout(
+        ranks=max(world, tp * pp * cp),
+        sharding=sharding,
+        tp=tp,
+        sequence_parallel="SP(TP)" in cp_text,
+        ep=ep,
+        etp=etp,
+        pp=pp,
+        virtual_stages=int(number(fields["vpp"], 1)) if fields["vpp"] else 1,
+        cp=cp if not pattern else cp,
+    )
+
+
+def offload_of(text: str) -> frozenset[Offload]:
+    text = text.lower()
+    found: set[Offload] = set()
+    if "expert weights" in text:
+        found.add("experts")
+    if "cpu offload" in text and "optimizer" not in text or "zero3_offload" in text or "params" in text:
+        found.update(("weights", "optimizer"))
+    if "optimizer cpu" in text:
+        found.add("optimizer")
+    if "activations" in text or "unsloth offloaded" in text:
+        found.add("activations")
+    return frozenset(found)

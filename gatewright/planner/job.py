@@ -1,0 +1,133 @@
+"""Job: everything about a training run that decides its memory and its time, whatever tool runs it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gatewright.spec.shape import ModelShape, TensorRole
+
+Method = Literal["full", "lora", "qlora"]
+Storage = Literal["fp32", "bf16", "fp8", "mxfp8", "int8", "mxfp4", "nvfp4", "nf4", "nf4_double", "int4"]
+Checkpointing = Literal["none", "per_op", "alternate", "full"]
+"""per_op keeps the outputs of matrix products (torchtitan's selective), alternate recomputes every second layer."""
+AttentionKernel = Literal["eager", "sdpa", "flash"]
+LossKernel = Literal["full", "fused", "chunked", "linear"]
+"""full: logits in fp32; fused: one kernel that reuses the logits; chunked: the softmax in pieces, logits whole;
+linear: fused with the head, no logits kept."""
+Optimizer = Literal["adamw", "adamw_8bit", "adamw_4bit", "muon", "sgd"]
+Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "pipeline_naive"]
+"""How data-parallel ranks share the states. pipeline_naive: layers spread over GPUs of one process (device_map)."""
+Offload = Literal["weights", "optimizer", "activations", "experts"]
+
+BYTES_PER_WEIGHT: dict[Storage, float] = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp8": 1.0 + 4 / 128**2,  # one fp32 scale a 128 × 128 block
+    "mxfp8": 1.0 + 1 / 32,  # one e8m0 scale every 32
+    "int8": 1.0,
+    "mxfp4": 0.5 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,  # one e4m3 scale every 16
+    "nf4": 0.5 + 4 / 64,  # one fp32 absmax every 64
+    "nf4_double": 0.5 + 1 / 64 + 4 / (64 * 256),  # absmax in 8 bits, an fp32 scale every 256 of them
+    "int4": 0.5 + 2 / 128 + 0.5 / 128,  # GPTQ/AWQ: fp16 scale and 4-bit zero every 128
+}
+"""Bytes of one stored weight with its scales (bitsandbytes, GPTQ, OCP MX and NVFP4 block formats)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Low-rank updates: A [r, in] and B [out, r] beside each targeted matrix."""
+
+    rank: int
+    roles: frozenset[TensorRole]
+    names: frozenset[str] | None = None
+    """Leaf names within the roles; None: every module of them."""
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel groups; data parallelism takes what is left of the ranks."""
+
+    ranks: int = 1
+    sharding: Sharding = "none"
+    tp: int = 1
+    sequence_parallel: bool = False
+    """Norms and residuals split over the TP ranks along the sequence."""
+    ep: int = 1
+    etp: int = 1
+    """TP inside an expert."""
+    pp: int = 1
+    virtual_stages: int = 1
+    """Model chunks on one pipeline rank (interleaved schedule)."""
+    cp: int = 1
+    shard_ranks: int | None = None
+    """Ranks that share one copy of the states; None: all data-parallel ranks (and CP ranks)."""
+
+    @property
+    def dp(self) -> int:
+        return max(1, self.ranks // (self.tp * self.pp * self.cp))
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO or FSDP divides what is not an expert."""
+        if self.sharding in ("none", "pipeline_naive"):
+            return 1
+        return self.shard_ranks or self.dp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which ZeRO or FSDP divides the experts of one EP rank."""
+        if self.sharding in ("none", "pipeline_naive"):
+            return 1
+        return max(1, self.shards * self.tp // (self.ep * self.etp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's training step, described without naming a tool's options."""
+
+    shape: ModelShape
+    method: Method
+    framework: str = "gatewright"
+    """Key of the policy table (planner/data/policies.json)."""
+    adapter: Adapter | None = None
+    frozen: frozenset[TensorRole] = frozenset()
+    """Roles that do not train in full fine-tuning."""
+    storage: Storage = "bf16"
+    """Of the matrices that do not train; full fine-tuning takes its types from the policy."""
+    quantized_experts: bool = True
+    """False: the 4-bit loader only reaches linear modules, fused expert tensors stay in bf16."""
+    rows: int = 1
+    tokens_per_row: int = 4096
+    """Length of one row of the micro-batch, before CP divides it."""
+    attention_tokens: int | None = None
+    """Length of one document where packing isolates documents; None: the row."""
+    checkpointing: Checkpointing = "full"
+    recompute: frozenset[str] = frozenset()
+    """Parts of a layer recomputed without checkpointing the whole: Megatron's names (layernorm, mlp, moe, moe_act,
+    mla_up_proj)."""
+    attention: AttentionKernel = "flash"
+    loss: LossKernel = "full"
+    optimizer: Optimizer = "adamw"
+    accumulate: bool = False
+    """More than one micro-batch a step: gradients live through the forward pass."""
+    compiled: bool = False
+    layout: Layout = field(default_factory=Layout)
+    offload: frozenset[Offload] = frozenset()
+    reference_model: bool = False
+    """DPO and kin with full fine-tuning keep a second, frozen copy."""
+    preference: bool = False
+    """Chosen and rejected rows go through together: two rows a sample."""
+    imbalance: float = 1.0
+    """Tokens of the busiest expert rank over the mean (expert parallelism)."""
+    mtp_layers: int = 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one row on one rank."""
+        return -(-self.tokens_per_row // self.layout.cp)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one micro-batch on one rank."""
+        return self.rows * (2 if self.preference else 1) * self.row_tokens

@@ -1,0 +1,144 @@
+"""Policies: what each training framework decides for you (types, kernels, buffers, allocator), as data with sources."""
+
+import difflib
+import functools
+import json
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from typing import Any, Literal
+
+from gatewright.planner.job import Job
+from gatewright.spec.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Types:
+    """Bytes of each state of one trained parameter."""
+
+    weight: float = 2
+    grad: float = 2
+    master: float = 0
+    """fp32 copy of the weight that the optimizer updates; 0 where the weight itself is updated."""
+    moment: float = 2
+    """Each of Adam's two."""
+    step: float = 0
+    """Temporaries of the whole parameter set during the optimizer step (foreach kernels)."""
+    grad_persists: bool = False
+    """Gradient buffers are allocated once and live through the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One row of data/policies.json, with what it inherits filled in."""
+
+    key: str
+    title: str
+    source: str
+    full: Types = field(default_factory=Types)
+    adapter: Types = field(default_factory=lambda: Types(weight=4, grad=4, moment=4))
+    activation_bytes: int = 2
+    norm: Literal["eager", "fused"] = "eager"
+    mlp: Literal["eager", "fused"] = "eager"
+    keeps_product: bool = True
+    """A fused gated MLP still keeps the input of its down projection for the weight's gradient."""
+    fp32_residual_with_4bit: bool = False
+    """prepare_model_for_kbit_training: norms and embeddings in fp32, so the residual stream is too (not under FSDP)."""
+    double_quant: bool = False
+    """4-bit scales are themselves stored in 8 bits."""
+    experts: Literal["grouped", "loop"] = "grouped"
+    """loop: one expert after another, so only one expert's gradients (and dequantised weights) live at a time."""
+    bf16_logits_families: tuple[str, ...] = ()
+    """Families whose logits are never cast to fp32 for the loss."""
+    adapter_copies_input: bool = False
+    """Each adapter casts its input, and keeps the copy."""
+    adapter_input_bytes: int = 2
+    repeats_kv_families: tuple[str, ...] = ()
+    """Families whose keys and values are expanded to the query heads before the kernel."""
+    qk_norm_bytes: float = 8
+    attention_workspace_bytes: float = 4
+    """FlashAttention accumulates the query's gradient in fp32."""
+    score_kept_bytes: float = 6
+    score_grad_bytes: float = 8
+    chunk_state_bytes: float = 4
+    dispatch_kept_copies: float = 1
+    combine_kept_copies: float = 1
+    loss_bytes: dict[str, float] = field(default_factory=dict)
+    """Bytes a logit of [tokens, vocab] at the loss, by loss kernel."""
+    linear_loss_chunk_bytes: float = 0
+    gathered_layers: float = 2
+    """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
+    gathers_root: bool = True
+    """Embedding and head stay gathered from the forward to the end of the backward pass."""
+    frozen_fsdp_keeps_grads: bool = False
+    """FSDP1 with frozen parameters keeps the gradient of every block's input to the end of the backward pass."""
+    reduce_bytes: float = 4
+    """Of a gradient on its way through reduce-scatter."""
+    bucket_parameters: int = 0
+    """Parameters of one communication bucket (DDP, DeepSpeed)."""
+    buckets: int = 2
+    transient_reserve: float = 0.1
+    """Reserved beyond allocated, as a share of what is not resident."""
+    fixed_reserve_bytes: int = 0
+    context_bytes: int = 550_000_000
+    communicator_bytes: int = 400_000_000
+    interval: tuple[float, float] = (0.9, 1.15)
+    interval_moe: tuple[float, float] = (0.8, 1.3)
+    aliases: tuple[str, ...] = ()
+
+    def residual_bytes(self, job: Job) -> int:
+        upcast = job.method == "qlora" and self.fp32_residual_with_4bit and job.layout.shards == 1
+        return 4 if upcast else self.activation_bytes
+
+    def repeats_kv(self, job: Job) -> bool:
+        return "*" in self.repeats_kv_families or job.shape.family in self.repeats_kv_families
+
+    def loss_bytes_per_logit(self, job: Job) -> float:
+        if job.loss in ("full", "fused") and job.shape.family in self.bf16_logits_families:
+            return self.loss_bytes[f"{job.loss}_bf16"]
+        return self.loss_bytes[job.loss]
+
+
+@functools.cache
+def read_policies() -> dict[str, Policy]:
+    """The table, by key, inheritance resolved."""
+    text = resources.files("gatewright.planner").joinpath("data/policies.json").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = json.loads(text)
+    return {key: build(key, rows) for key in rows}
+
+
+def build(key: str, rows: dict[str, dict[str, Any]]) -> Policy:
+    values = inherited(key, rows)
+    known = {item.name for item in fields(Policy)}
+    arguments: dict[str, Any] = {name: value for name, value in values.items() if name in known}
+    for name in ("full", "adapter"):
+        if name in arguments:
+            arguments[name] = Types(**arguments[name])
+    for name in ("repeats_kv_families", "bf16_logits_families", "interval", "interval_moe", "aliases"):
+        if name in arguments:
+            arguments[name] = tuple(arguments[name])
+    return Policy(key=key, **arguments)
+
+
+def inherited(key: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A row over the row it inherits from; dictionaries are merged key by key."""
+    row = rows[key]
+    base = inherited(row["inherits"], rows) if "inherits" in row else {}
+    merged = {**base, **row}
+    for name, value in row.items():
+        if isinstance(value, dict) and isinstance(base.get(name), dict):
+            merged[name] = {**base[name], **value}
+    return merged
+
+
+def find_policy(name: str) -> Policy:
+    """The policy of a framework, by key or alias.
+
+    Raises UserError that names the nearest one known.
+    """
+    policies = read_policies()
+    for policy in policies.values():
+        if name == policy.key or name in policy.aliases:
+            return policy
+    near = difflib.get_close_matches(name, list(policies), n=1, cutoff=0.0)
+    known = ", ".join(policies)
+    raise UserError(f"unknown framework {name!r}. Nearest known: {near[0]!r}. Known: {known}.")
