@@ -116,11 +116,10 @@ def report(
     from rich.console import Console
 
     from gatewright.report.html import render_html
-    from gatewright.report.read import find_run_folder, read_run_folder
+    from gatewright.report.read import read_run_folder
     from gatewright.report.text import render_text
-    from gatewright.spec.read import read_run
 
-    folder = read_run(Path(run)).folder if Path(run).is_file() else find_run_folder(run)
+    folder = _run_folder(run)
     facts = read_run_folder(folder)
     console = Console()
     console.print(render_text(facts))
@@ -128,6 +127,16 @@ def report(
         page = html or folder / "report.html"
         _write_whole(page, render_html(facts))
         console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _run_folder(run: str) -> Path:
+    """The run folder meant by a folder, a run file, or the name of a run in runs/ (whether it is there or not)."""
+    from gatewright.spec.read import read_run
+
+    given, named = Path(run), Path("runs") / run
+    if given.is_file():
+        return read_run(given).folder
+    return given if given.is_dir() and not (named / "events.jsonl").is_file() else named
 
 
 def _write_whole(path: Path, text: str) -> None:

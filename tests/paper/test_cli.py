@@ -118,6 +118,12 @@ def test_a_report_is_found_by_name_by_folder_and_by_run_file(shell: Shell, named
     assert not list(shell.folder.rglob("*.part"))
 
 
+def test_a_folder_that_is_no_run_does_not_hide_the_run_of_its_name(shell: Shell) -> None:
+    write_run(shell.folder / "runs" / "demo", whole_run(total=12))
+    (shell.folder / "demo").mkdir()
+    assert shell("report", "demo").out.endswith("Page: runs/demo/report.html\n")
+
+
 def test_the_page_goes_where_it_is_asked_for_or_nowhere(shell: Shell) -> None:
     folder = write_run(shell.folder / "runs" / "demo", whole_run(total=12))
     before = sorted(folder.iterdir())
