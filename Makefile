@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CACHE := examples/demo/cache
+BENCHMARKS := benchmarks/train_single.py benchmarks/planner_accuracy.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -71,7 +72,7 @@ format: $(VENV)/test.done ## Rewrite the code in the house's style, and the tree
 	$(BIN)/python tests/house/tree.py --write
 
 bench: $(VENV)/bench.done ## Measure against named peers; prints ratios
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
 
 clean: ## Remove what can be made again: environment, caches, the demo's model and data
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache $(CACHE)
