@@ -1,0 +1,244 @@
+"""Reads a run folder into a Report, whatever state the run is in."""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gatewright.report.events import Line, read_events
+from gatewright.report.loads import LoadsInTime, busiest
+from gatewright.report.series import median, reduce
+from gatewright.report.summary import Curves, Report, Totals
+from gatewright.spec.errors import UserError
+from gatewright.spec.event import DataLoaded, Evaluated, Finding, ModelLoaded, Saved, Start, StepDone, Stop
+
+_SEVERITIES = ("error", "warning", "note")
+_SILENT_AFTER_S = 300.0
+_SILENT_AFTER_STEPS = 20
+
+
+def read_run_folder(folder: Path, *, now: datetime | None = None) -> Report:
+    """The report of the run in `folder`; `now` decides whether a run without a stop still works (default: the clock).
+
+    Memory: some 110 bytes a step, and the counts of 128 windows of time.
+    Raises UserError if the folder holds no readable events.jsonl.
+    """
+    path = folder / "events.jsonl"
+    if not path.is_file():
+        raise UserError(_no_events(folder))
+    unread: Counter[str] = Counter()
+    reading = _Reading()
+    try:
+        for line in read_events(path, unread=unread):
+            reading.take(line)
+        run_file = folder / "run.yaml"
+        text = run_file.read_text(encoding="utf-8", errors="replace") if run_file.is_file() else None
+    except OSError as error:
+        raise UserError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    return reading.finish(folder, unread=unread, run_file=text, now=now or datetime.now(UTC))
+
+
+class _Columns:
+    """The numbers of every step that counts, 8 bytes each."""
+
+    def __init__(self) -> None:
+        self.step, self.tokens, self.memory_bytes = array("q"), array("q"), array("q")
+        self.loss, self.lr, self.grad_norm = array("d"), array("d"), array("d")
+        self.step_s, self.busiest = array("d"), array("d")
+        self.target_tokens = self.micro_batches = self.dropped_tokens = 0
+        self.data_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
+
+    def add(self, event: StepDone) -> None:
+        self.step.append(event.step)
+        self.tokens.append(event.tokens)
+        self.memory_bytes.append(event.memory_bytes)
+        self.loss.append(event.loss)
+        self.lr.append(event.lr)
+        self.grad_norm.append(event.grad_norm)
+        self.step_s.append(event.step_s)
+        self.busiest.append(busiest(event.expert_tokens))
+        self.target_tokens += event.target_tokens
+        self.micro_batches += event.micro_batches
+        self.dropped_tokens += event.dropped_tokens
+        self.data_s += event.data_s
+        self.forward_s += event.forward_s
+        self.backward_s += event.backward_s
+        self.optimizer_s += event.optimizer_s
+
+    def tokens_per_s(self) -> Sequence[float]:
+        pairs = zip(self.tokens, self.step_s, strict=True)
+        return array("d", (tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs))
+
+    def curves(self, *, routed: bool) -> Curves:
+        return Curves(
+            loss=reduce(self.step, self.loss),
+            lr=reduce(self.step, self.lr),
+            grad_norm=reduce(self.step, self.grad_norm),
+            tokens_per_s=reduce(self.step, self.tokens_per_s()),
+            memory_bytes=reduce(self.step, self.memory_bytes),
+            busiest=reduce(self.step, self.busiest) if routed else reduce((), ()),
+        )
+
+    def totals(self) -> Totals:
+        return Totals(
+            steps=len(self.step),
+            tokens=sum(self.tokens),
+            target_tokens=self.target_tokens,
+            micro_batches=self.micro_batches,
+            dropped_tokens=self.dropped_tokens,
+            peak_memory_bytes=max(self.memory_bytes, default=0),
+            median_tokens_per_s=median(self.tokens_per_s()),
+            median_step_s=median(self.step_s),
+            step_s=math.fsum(self.step_s),
+            data_s=self.data_s,
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            optimizer_s=self.optimizer_s,
+        )
+
+
+class _Reading:
+    """What the lines have said so far."""
+
+    def __init__(self) -> None:
+        self.columns, self.loads = _Columns(), LoadsInTime()
+        self.start: Start | None = None
+        self.model: ModelLoaded | None = None
+        self.stop: Stop | None = None
+        self.data: dict[str, DataLoaded] = {}
+        self.evaluations: dict[int, Evaluated] = {}
+        self.saves: dict[int, Saved] = {}
+        self.findings: dict[Finding, None] = {}
+        self.other_shape = 0
+        self.processes: list[_Process] = []
+
+    def take(self, line: Line) -> None:
+        if not self.processes or isinstance(line.event, Start):
+            self.processes.append(_Process(line))
+        self.processes[-1].see(line)
+        if isinstance(line.event, Start | Stop):
+            self.stop = line.event if isinstance(line.event, Stop) else None
+        if line.void:
+            return
+        match line.event:
+            case Start() as start:
+                self.start = start
+            case ModelLoaded() as model:
+                self.model = model
+            case DataLoaded() as data:
+                self.data[data.split] = data
+            case StepDone() as step:
+                self._step(step)
+            case Evaluated() as evaluated:
+                self.evaluations[evaluated.step] = evaluated
+            case Saved() as saved:
+                self.saves[saved.step] = saved
+            case Finding() as finding:
+                self.findings[finding] = None
+
+    def _step(self, event: StepDone) -> None:
+        self.columns.add(event)
+        if event.expert_tokens and self.loads.fits(event.expert_tokens):
+            self.loads.add(event.step, event.expert_tokens)
+        elif event.expert_tokens:
+            self.other_shape += 1
+
+    def finish(self, folder: Path, *, unread: Counter[str], run_file: str | None, now: datetime) -> Report:
+        if self.other_shape:
+            unread["step whose expert_tokens has another shape than the first"] = self.other_shape
+        loads = self.loads.finish(self.model.moe_layers if self.model else [])
+        last_event = self.processes[-1].end if self.processes else None
+        return Report(
+            run=self.start.run if self.start else folder.resolve().name,
+            folder=str(folder),
+            state=self._state(last_event, now=now),
+            detail=self.stop.detail if self.stop else "",
+            steps_done=max(self.columns.step, default=0),
+            steps_planned=self.start.steps if self.start else 0,
+            elapsed_s=math.fsum(process.seconds for process in self.processes),
+            last_event=last_event,
+            read_at=now,
+            start=self.start,
+            processes=len(self.processes),
+            model=self.model,
+            data=tuple(sorted(self.data.values(), key=lambda data: data.split != "train")),
+            curves=self.columns.curves(routed=loads is not None),
+            totals=self.columns.totals(),
+            evaluations=tuple(self.evaluations[step] for step in sorted(self.evaluations)),
+            saves=tuple(self.saves[step] for step in sorted(self.saves)),
+            findings=tuple(sorted(self.findings, key=_severity)),
+            restarts=self._restarts(),
+            void_steps=sum(process.void_steps for process in self.processes),
+            void_s=math.fsum(process.void_s for process in self.processes),
+            loads=loads,
+            unread=dict(unread),
+            run_file=run_file,
+        )
+
+    def _state(self, last_event: datetime | None, *, now: datetime) -> str:
+        if self.stop:
+            return self.stop.reason
+        longest_s = max(self.columns.step_s[-100:], default=0.0)
+        patience_s = max(_SILENT_AFTER_S, _SILENT_AFTER_STEPS * longest_s)
+        if last_event is None or (now - last_event).total_seconds() > patience_s:
+            return "silent"
+        return "running"
+
+    def _restarts(self) -> tuple[int, ...]:
+        kept: list[int] = []
+        for number, process in enumerate(self.processes[1:], start=1):
+            if process.resumed_step is not None:
+                kept.append(process.resumed_step)
+            else:
+                kept = [0] if any(earlier.void_steps for earlier in self.processes[:number]) else []
+        return tuple(kept)
+
+
+class _Process:
+    """One process that worked on the run: when, from which step on, and what of its work was done again later."""
+
+    def __init__(self, first: Line) -> None:
+        self.resumed_step = first.event.resumed_step if isinstance(first.event, Start) else None
+        self._begin = self._end = first.time
+        self.void_steps = 0
+        self.void_s = 0.0
+
+    def see(self, line: Line) -> None:
+        self._end = line.time
+        if line.void and isinstance(line.event, StepDone):
+            self.void_steps += 1
+            self.void_s += line.event.step_s
+
+    @property
+    def end(self) -> datetime | None:
+        return _time(self._end)
+
+    @property
+    def seconds(self) -> float:
+        begin, end = _time(self._begin), self.end
+        return max(0.0, (end - begin).total_seconds()) if begin and end else 0.0
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _severity(finding: Finding) -> int:
+    return _SEVERITIES.index(finding.severity) if finding.severity in _SEVERITIES else len(_SEVERITIES)
+
+
+def _no_events(folder: Path) -> str:
+    looked = f"no run to report in {folder}: looked for events.jsonl there, "
+    looked += "which a run writes from its first second on" if folder.is_dir() else "and there is no such folder"
+    parent = folder if folder.is_dir() and any(folder.glob("*/events.jsonl")) else folder.parent
+    runs = sorted(path.parent for path in parent.glob("*/events.jsonl")) if parent.is_dir() else []
+    if not runs:
+        return f"{looked}. No run lies in {parent} either; start one with `gatewright train RUN.yaml`"
+    shown = ", ".join(str(run) for run in runs[:20]) + (f" and {len(runs) - 20} more" if len(runs) > 20 else "")
+    return f"{looked}. Runs in {parent}: {shown}"
