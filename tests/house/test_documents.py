@@ -1,11 +1,14 @@
 """What is written about the house is true of it: the README's tree and commands, the dependencies, the changelog."""
 
+import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
-from tree import ROOT, readme_with, render_tree
+from tree import PACKAGE, ROOT, readme_with, render_tree
 
 from gatewright import __version__
 from gatewright.cli import EXTRAS, app
@@ -57,11 +60,33 @@ def test_every_dependency_is_explained_and_nothing_else_is() -> None:
     assert explained == {extra: {re.match(r"[\w-]+", line)[0] for line in lines} for extra, lines in required.items()}
 
 
+def imported(folder: Path) -> set[str]:
+    """Distributions that the files below a folder import, by name; not the standard library, nor ourselves."""
+    names: set[str] = set()
+    for file in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition(".")[0])
+    known_as = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
+    return {known_as.get(name, name) for name in names - set(sys.stdlib_module_names) - {"gatewright"}}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """Not left to what another dependency happens to bring; and the paper half needs no extra."""
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    always = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert imported(PACKAGE) <= always | set(EXTRAS)
+    for folder in ("spec", "packing", "router", "planner", "report"):
+        assert imported(PACKAGE / folder) <= always
+
+
 def test_every_package_that_an_extra_brings_has_a_sentence_when_it_is_missing() -> None:
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     for package, extra in EXTRAS.items():
         names = {re.match(r"[\w-]+", line)[0] for line in extras[extra]}
-        assert package in names or package == "tokenizers", (package, extra)
+        assert package in names, (package, extra)
     for extra in ("train", "quantize", "export", "synth"):
         for line in extras[extra]:
             assert EXTRAS[re.match(r"[\w-]+", line)[0].replace("-", "_")] == extra

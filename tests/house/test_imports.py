@@ -9,7 +9,7 @@ import pytest
 from tree import PACKAGE, ROOT
 
 PAPER_AND_WAIST = ("campaign", "doctor", "packing", "planner", "preflight", "report", "router", "spec")
-EXTRAS = ("torch", "transformers", "peft", "safetensors", "datasets", "tokenizers", "bitsandbytes", "gguf", "openai")
+EXTRAS = ("torch", "transformers", "peft", "safetensors", "tokenizers", "pyarrow", "jinja2", "gguf", "openai")
 
 REFUSE = f"""
 import sys
