@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from gatewright.planner import architecture_config, architecture_families
 from gatewright.planner.architecture import read_shape
+from gatewright.planner.catalogue import Entry, models
 from gatewright.planner.tensors_roles import role_of
 
 SMALL: dict[str, Any] = {
@@ -286,6 +287,21 @@ def test_saved_config_reads_the_same(family: str, variant: dict[str, Any], tmp_p
     saved, written = read_shape(tmp_path), read_shape({"model_type": family, **variant})
     assert saved.groups == written.groups
     assert saved.layers == written.layers
+
+
+CATALOGUE = list({json.dumps(dict(entry.config), sort_keys=True): entry for entry in models()}.values())
+"""One model a shape: R1 is V3."""
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=[entry.name for entry in CATALOGUE])
+def test_catalogue_model_in_full_size(entry: Entry) -> None:
+    """Real sizes, on the meta device: no memory is used."""
+    outer = dict(entry.config)
+    text = {"model_type": outer["model_type"], **outer.get("text_config", outer)}
+    family = architecture_families.ALIASES.get(text["model_type"], text["model_type"])
+    settings = {key: value for key, value in text.items() if key not in ("model_type", "quantization_config")}
+    settings.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings", True))
+    same_counts(outer, CONFIG_MAPPING[family](**settings))
 
 
 def test_every_family_is_tested_in_three_variants() -> None:

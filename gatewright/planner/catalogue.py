@@ -1,0 +1,214 @@
+"""The catalogue: models and GPUs by name, and the tables `gatewright models` and `gatewright gpus` print."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gatewright.planner.architecture import read_shape
+from gatewright.spec.errors import ModelError, UserError
+from gatewright.spec.hardware import GB, GIB, Gpu, Price
+from gatewright.spec.shape import ModelShape
+
+CATALOG = Path(__file__).parent.parent / "catalog"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A model of the catalogue."""
+
+    name: str
+    hub: str
+    """organisation/name on the hub it was published on; nothing is fetched from there."""
+    also: tuple[str, ...]
+    """Other published models of the same shape."""
+    source: str
+    """Where the config's values come from."""
+    published_parameters: int
+    """As its makers count them."""
+    within: float
+    """Rounding of that number: 0 where it is exact."""
+    counts_mtp: bool
+    """The published number counts MTP layers."""
+    besides: Mapping[str, int]
+    """What the published number counts and this planner does not: buffers, a vision tower."""
+    config: Mapping[str, Any]
+
+    def shape(self) -> ModelShape:
+        return read_shape(self.config, name=self.name)
+
+    def counted(self, shape: ModelShape) -> int:
+        """Our count of what the published number counts."""
+        own = shape.checkpoint_parameters if self.counts_mtp else shape.parameters
+        return own + sum(self.besides.values())
+
+
+def models() -> list[Entry]:
+    """Every model of the catalogue, by name."""
+    return [entry(path) for path in sorted(CATALOG.glob("models/*.json"), key=lambda path: path.name.lower())]
+
+
+def entry(path: Path) -> Entry:
+    document = json.loads(path.read_bytes())
+    published = document["published"]
+    return Entry(
+        name=document["name"],
+        hub=document["hub"],
+        also=tuple(document["also"]),
+        source=document["source"],
+        published_parameters=published["parameters"],
+        within=published["within"],
+        counts_mtp=published["counts"] == "checkpoint",
+        besides=published.get("besides", {}),
+        config=document["config"],
+    )
+
+
+def find_shape(model: str) -> ModelShape:
+    """Shape of a folder, a config.json or a catalogue name, in this order; letter case and organisation do not matter.
+
+    Raises ModelError that names the nearest catalogue entries.
+    """
+    path = Path(model)
+    if path.exists():
+        return read_shape(path)
+    return find_model(model).shape()
+
+
+def find_model(name: str) -> Entry:
+    """The catalogue's entry of this name, hub name or alias."""
+    direct = CATALOG / "models" / f"{Path(name).name}.json"
+    wanted = name.lower()
+    if direct.is_file() and wanted in (entry(direct).name.lower(), entry(direct).hub.lower()):
+        return entry(direct)
+    known: dict[str, str] = {}
+    for item in models():
+        organisation = item.hub.split("/")[0]
+        for alias in (item.name, item.hub.split("/")[1], *item.also):
+            known[alias.lower()] = known[f"{organisation}/{alias}".lower()] = alias
+        if wanted in known:
+            return item
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.4)
+    nearest = ", ".join(dict.fromkeys(known[match] for match in near)) or "none"
+    raise ModelError(
+        f"No model, folder or config.json is called {name[:80]!r}. Nearest in the catalogue: {nearest}. "
+        "See `gatewright models`, or give the path of a config.json."
+    )
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the catalogue, newest first within a maker."""
+    return tuple(gpu(row) for row in json.loads((CATALOG / "gpus.json").read_bytes())["gpus"])
+
+
+def gpu(row: Mapping[str, Any]) -> Gpu:
+    """Catalogue units (GiB, TB/s, TFLOP/s, GB/s) to bytes and FLOP a second."""
+    fp8 = row["fp8_tflops"]
+    return Gpu(
+        name=row["name"],
+        title=row["title"],
+        vendor=row["vendor"],
+        architecture=row["architecture"],
+        memory_bytes=round(row["memory_gib"] * GIB),
+        memory_source=row["memory_source"],
+        bandwidth_bytes_per_s=row["bandwidth_tb_per_s"] * 1e12,
+        bf16_flops_per_s=row["bf16_tflops"] * 1e12,
+        fp8_flops_per_s=None if fp8 is None else fp8 * 1e12,
+        link_bytes_per_s=row["link_gb_per_s"] * 1e9,
+        link=row["link"],
+        network_bytes_per_s=row["network_gb_per_s"] * 1e9,
+        network=row["network"],
+        per_node=row["per_node"],
+        source=row["source"],
+        prices=tuple(Price(**price) for price in row["prices"]),
+    )
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of this name; letter case, blanks and underscores do not matter. Raises UserError with the nearest."""
+    wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
+    by_name = {item.name: item for item in gpus()}
+    short = {"h100": "h100-sxm", "a100": "a100-80gb", "mi250x": "mi250x-gcd"}
+    wanted = short.get(wanted, wanted)
+    if wanted in by_name:
+        return by_name[wanted]
+    near = difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.4)
+    raise UserError(
+        f"No GPU is called {name[:40]!r}. Nearest: {', '.join(near) or 'none'}. "
+        f"Known: {', '.join(by_name)}. See `gatewright gpus`."
+    )
+
+
+def models_table() -> Table:
+    """One row a model: size, active size, depth, width, experts, context, and our count against the published one."""
+    table = columns(("model", "family"), ("total B", "active", "layers", "hidden", "experts", "context", "count"))
+    for item in models():
+        shape = item.shape()
+        table.add_row(
+            item.name,
+            shape.family.removesuffix("_text"),
+            billions(shape.parameters),
+            billions(shape.active_parameters),
+            str(len(shape.layers)),
+            str(shape.hidden),
+            f"{shape.experts}/{shape.top_k}" if shape.is_moe else "",
+            thousands(shape.max_tokens) if shape.max_tokens else "",
+            deviation(item, shape),
+        )
+    return table
+
+
+def columns(left: tuple[str, ...], right: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}" if parameters < 1e11 else f"{parameters / 1e9:.1f}"
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens / 2**20:.0f}M" if tokens >= 2**20 else f"{tokens / 1024:.0f}k"
+
+
+def deviation(item: Entry, shape: ModelShape) -> str:
+    """`equal`, or the difference from a published number that is rounded."""
+    difference = item.counted(shape) / item.published_parameters - 1
+    return "equal" if item.within == 0 and difference == 0 else f"{difference:+.1%}"
+
+
+def gpus_table() -> Table:
+    """One row a GPU: memory the driver reports, bandwidths, dense rates, links, and the typical price with its date."""
+    numbers = ("GiB", "TB/s", "bf16 TF", "fp8 TF", "link GB/s", "net GB/s", "a node", "$/hour")
+    table = columns(("gpu",), numbers)
+    table.add_column("price of", no_wrap=True)
+    for item in gpus():
+        price = item.price()
+        table.add_row(
+            item.name,
+            f"{item.memory_gib:.1f}",
+            f"{item.bandwidth_bytes_per_s / 1e12:.2f}",
+            f"{item.bf16_flops_per_s / 1e12:.0f}",
+            f"{item.fp8_flops_per_s / 1e12:.0f}" if item.fp8_flops_per_s else "-",
+            f"{item.link_bytes_per_s / GB:.0f}",
+            f"{item.network_bytes_per_s / GB:g}",
+            str(item.per_node),
+            price_range(price) if price else "-",
+            f"{price.kind}, {price.date}" if price else "no source",
+        )
+    return table
+
+
+def price_range(price: Price) -> str:
+    low, high = f"{price.low_usd:.2f}", f"{price.high_usd:.2f}"
+    return low if low == high else f"{low}-{high}"
