@@ -1,0 +1,73 @@
+"""Batch: one micro-batch as tensors on a single token axis, without padding and without a batch dimension.
+
+documents    [a b c] [d e]            labels: the next token of the same document if the model learns to write it
+tokens       a  b  c  d  e            positions    0 1 2 0 1
+labels       b  c  .  e  .            cu_seqlens   0 3 5        (. is -100)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gatewright.data.store import DocumentView
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """T tokens of S documents. No label crosses a boundary: the first token of a document is nobody's target."""
+
+    tokens_T: Tensor
+    """[T] int64."""
+    labels_T: Tensor
+    """[T] int64; -100 where nothing is to be predicted, as at the last position of every document."""
+    positions_T: Tensor
+    """[T] int64, restarted at 0 in every document."""
+    cu_seqlens_S1: Tensor
+    """[S + 1] int32: where each document begins, and T."""
+    lengths: tuple[int, ...]
+    documents: tuple[int, ...]
+    """Numbers of the documents in their view."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return int((self.labels_T != IGNORED).sum())
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch with its tensors on `device`."""
+        return replace(
+            self,
+            tokens_T=self.tokens_T.to(device, non_blocking=True),
+            labels_T=self.labels_T.to(device, non_blocking=True),
+            positions_T=self.positions_T.to(device, non_blocking=True),
+            cu_seqlens_S1=self.cu_seqlens_S1.to(device, non_blocking=True),
+        )
+
+
+def make_batch(view: DocumentView, documents: Sequence[int]) -> Batch:
+    """The micro-batch that holds these documents, in this order."""
+    tokens, labels, lengths = [], [], []
+    for number in documents:
+        token_L, is_target_L = view.document(number)
+        label_L = np.full(len(token_L), IGNORED, np.int64)
+        label_L[:-1] = np.where(is_target_L[1:], token_L[1:], IGNORED)
+        tokens.append(token_L)
+        labels.append(label_L)
+        lengths.append(len(token_L))
+    return Batch(
+        tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        labels_T=torch.from_numpy(np.concatenate(labels)),
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(),
+        lengths=tuple(lengths),
+        documents=tuple(int(number) for number in documents),
+    )

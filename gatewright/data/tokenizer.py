@@ -1,0 +1,33 @@
+"""The tokenizer of a local model folder; nothing is fetched and no code of the folder is run."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from gatewright.spec.errors import ModelError
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The folder's fast tokenizer, with its chat template.
+
+    Raises ModelError when there is no such folder, no tokenizer in it, or only one without character offsets.
+    """
+    if not folder.is_dir():
+        raise ModelError(
+            f"no folder {str(folder)!r}; give the local folder of a model (models are never fetched from a hub)"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a damaged tokenizer file makes of the library
+        what = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{folder}: no tokenizer can be read from it ({what}); it needs tokenizer.json and tokenizer_config.json"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"{folder}: {type(tokenizer).__name__} cannot say which characters a token came from, so loss could not be "
+            "put on the assistant's words alone; a fast tokenizer (tokenizer.json) is needed"
+        )
+    return tokenizer

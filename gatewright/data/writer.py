@@ -1,0 +1,117 @@
+"""Writes the files of a token store: into a folder beside its place, which it takes only when all is written."""
+
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from gatewright.data.rows import Place
+from gatewright.data.template import Document
+from gatewright.spec.errors import DataError, RunFailed
+
+
+class StoreWriter:
+    """Appends documents to the binary files of one folder."""
+
+    def __init__(self, folder: Path, *, vocab_size: int) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.documents = self.tokens = self.straddling_tokens = self.dropped_reasoning = 0
+        self._files: dict[str, BinaryIO] = {name: open(folder / f"{name}.bin", "wb") for name in FILES}
+        self._sources: list[tuple[str, int]] = []
+        self._append("offsets", [0])
+
+    def add(self, document: Document, place: Place) -> None:
+        """Appends one document."""
+        if not self._sources or self._sources[-1][0] != place.file:
+            self._sources.append((place.file, self.documents))
+        is_target = np.array(document.is_target, bool)
+        self.documents += 1
+        self.tokens += len(document.tokens)
+        self.straddling_tokens += document.straddling_tokens
+        self.dropped_reasoning += document.dropped_reasoning
+        self._files["tokens"].write(np.array(document.tokens, self.dtype).tobytes())
+        self._files["targets"].write(is_target.tobytes())
+        self._append("offsets", [self.tokens])
+        self._append("counts", [int(is_target[1:].sum())])
+        self._append("lines", [place.number])
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def finish(self, **facts: object) -> None:
+        """Closes the files and writes store.json: what was counted here, and the given facts."""
+        self.close()
+        counted = {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "dtype": self.dtype.name,
+            "straddling_tokens": self.straddling_tokens,
+            "dropped_reasoning": self.dropped_reasoning,
+            "sources": self._sources,
+        }
+        (self.folder / "store.json").write_text(json.dumps(facts | counted, indent=1, ensure_ascii=False) + "\n")
+
+    def _append(self, name: str, values: Sequence[int]) -> None:
+        self._files[name].write(np.array(values, np.int64).tobytes())
+
+
+FILES = ("tokens", "targets", "offsets", "counts", "lines")
+
+
+@contextmanager
+def written_whole(place: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `place` at the end of the block, or is removed if the block fails.
+
+    When another process has put a folder there meanwhile, that one stays. Raises DataError where nothing may be
+    written, RunFailed when the disk is full.
+    """
+    partial = place.with_name(f".partial-{place.name}-{socket.gethostname()}-{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _remove_orphans(place)
+        partial.mkdir()
+        yield partial
+        try:
+            os.rename(partial, place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFailed(
+                f"the disk of {place.parent} is full: tokens could not be written; free space there, or set runs_dir "
+                "to a folder on another disk"
+            ) from error
+        raise DataError(
+            f"tokens cannot be written to {place.parent}: {error.strerror}; set runs_dir to a folder you may write to"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_orphans(place: Path) -> None:
+    """Removes what processes of this machine that were killed while writing `place` have left."""
+    prefix = f".partial-{place.name}-{socket.gethostname()}-"
+    for left in place.parent.glob(f"{prefix}*"):
+        writer = left.name.removeprefix(prefix)
+        if writer.isdigit() and not _is_running(int(writer)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
