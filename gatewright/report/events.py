@@ -17,19 +17,17 @@ _FIELDS = {kind: {field.name for field in fields(type_)} for kind, type_ in KIND
 _FLOATS = {kind: {field.name for field in fields(type_) if field.type is float} for kind, type_ in KINDS.items()}
 _ENVELOPE = {"v", "time", "kind"}
 _NO_LIMIT = 2**63
-_NOTHING_COUNTS = -1
+_NO_STEP = -1  # less than the evaluation before training, at step 0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One event and what surrounds it."""
+    """One event, when it was written, and whether it still holds."""
 
     event: Event
     time: str
-    process: int
-    """0 before the first start event, then one more at each."""
     void: bool
-    """A later process began from an earlier step, so this event belongs to no state of the run."""
+    """A later process went on from an earlier step, so this step, evaluation or save is of no state of the run."""
 
 
 def read_events(path: Path, *, unread: Counter[str]) -> Iterator[Line]:
@@ -38,20 +36,21 @@ def read_events(path: Path, *, unread: Counter[str]) -> Iterator[Line]:
     The file is read twice. The first reading only looks for start events, because whether a step counts is
     known when a later process has said from which step it went on. An event written meanwhile is left out.
     """
-    last_steps, end = _last_step_of_each_process(path)
-    process = 0
+    last_steps, end = _last_step_after_each_start(path)
+    starts = 0
     with path.open("rb") as file:
         for raw in _lines(file, end=end):
             found = _parse(raw, unread=unread)
             if found is None:
                 continue
             event, time = found
-            process += isinstance(event, Start)
-            yield Line(event, time, process, _is_void(event, last_step=last_steps[process]))
+            starts += isinstance(event, Start)
+            void = isinstance(event, StepDone | Evaluated | Saved) and event.step > last_steps[starts]
+            yield Line(event, time, void)
 
 
-def _last_step_of_each_process(path: Path) -> tuple[list[int], int]:
-    """Last step of each process that no later one did again, and the length of the file in bytes."""
+def _last_step_after_each_start(path: Path) -> tuple[list[int], int]:
+    """Last step that no later process did again, after 0, 1, 2, … start events; and the file's length in bytes."""
     resumed: list[int] = []
     end = 0
     with path.open("rb") as file:
@@ -62,17 +61,11 @@ def _last_step_of_each_process(path: Path) -> tuple[list[int], int]:
             found = _parse(raw, unread=Counter())
             if found is not None and isinstance(found[0], Start):
                 step = found[0].resumed_step
-                resumed.append(_NOTHING_COUNTS if step is None else step)
+                resumed.append(_NO_STEP if step is None else step)
     limits = [_NO_LIMIT]
     for step in reversed(resumed):
         limits.append(min(limits[-1], step))
     return limits[::-1], end
-
-
-def _is_void(event: Event, *, last_step: int) -> bool:
-    if isinstance(event, StepDone | Evaluated | Saved):
-        return event.step > last_step
-    return last_step == _NOTHING_COUNTS
 
 
 def _lines(file: BinaryIO, *, end: int) -> Iterator[bytes]:
@@ -109,20 +102,12 @@ def _parse(raw: bytes, *, unread: Counter[str]) -> tuple[Event, str] | None:
 
 
 def _object(raw: bytes, *, unread: Counter[str]) -> dict[str, Any] | None:
-    """The line's JSON object. A process that was killed in mid-line leaves half an event, which the next
-    process's first event may follow on the same line: the whole one is kept."""
-    row = _decoded(raw)
-    if row is None:
-        unread["broken line"] += 1
-        whole = raw.rfind(b'{"v"')
-        row = _decoded(raw[whole:]) if whole > 0 else None
-    elif not isinstance(row, dict):
-        unread["line that is no JSON object"] += 1
-    return row if isinstance(row, dict) else None
-
-
-def _decoded(raw: bytes) -> Any:
     try:
-        return from_json(raw)
-    except ValueError:
+        row = from_json(raw)
+    except ValueError:  # a process that was killed in mid-line
+        unread["broken line"] += 1
         return None
+    if isinstance(row, dict):
+        return row
+    unread["line that is no JSON object"] += 1
+    return None

@@ -101,7 +101,7 @@ def throughput(report: Report) -> list[Fact]:
 
 def memory_kind(report: Report) -> str:
     """What the memory numbers count."""
-    on_cpu = report.start is None or report.start.device.startswith("cpu")
+    on_cpu = report.start is None or report.start.device.lower().startswith("cpu")
     return "resident set of the process" if on_cpu else "allocated on the GPU"
 
 
@@ -198,10 +198,11 @@ def machine(report: Report) -> list[Fact]:
     if report.start is None:
         return []
     versions = ", ".join(f"{name} {version}" for name, version in report.start.versions.items())
-    return [
-        ("device", f"{report.start.device}, {units.plural(report.start.threads, 'thread')}"),
-        ("versions", versions),
-    ]
+    return [("device", report.start.device), ("versions", versions)]
+
+
+def split_name(split: DataLoaded) -> str:
+    return {"evaluate": "held out"}.get(split.split, split.split)
 
 
 def coverage_columns() -> list[str]:

@@ -246,7 +246,7 @@ def _bucket_note(series: Series) -> str:
 
 def _data(report: Report) -> str:
     parts = [
-        f"<div><h3>{escape(split.split.capitalize())}</h3>{fill_bars(facts.fills(split))}{_facts(facts.data(split))}</div>"
+        f"<div><h3>{escape(facts.split_name(split).capitalize())}</h3>{fill_bars(facts.fills(split))}{_facts(facts.data(split))}</div>"
         for split in report.data
     ]
     if not parts:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gatewright.report.events import Line, read_events
 from gatewright.report.loads import LoadsInTime, busiest
+from gatewright.report.processes import Processes
 from gatewright.report.series import median, reduce
 from gatewright.report.summary import Curves, Report, Totals
 from gatewright.spec.errors import UserError
-from gatewright.spec.event import DataLoaded, Evaluated, Finding, ModelLoaded, Saved, Start, StepDone, Stop
+from gatewright.spec.event import DataLoaded, Evaluated, Finding, ModelLoaded, Saved, Start, StepDone
 
 _SEVERITIES = ("error", "warning", "note")
 _SILENT_AFTER_S = 300.0
@@ -106,25 +107,25 @@ class _Reading:
         self.columns, self.loads = _Columns(), LoadsInTime()
         self.start: Start | None = None
         self.model: ModelLoaded | None = None
-        self.stop: Stop | None = None
         self.data: dict[str, DataLoaded] = {}
         self.evaluations: dict[int, Evaluated] = {}
         self.saves: dict[int, Saved] = {}
         self.findings: dict[Finding, None] = {}
         self.other_shape = 0
-        self.processes: list[_Process] = []
+        self.processes = Processes()
+        self.restarts: list[int] = []
+        self.void_steps, self.void_s = 0, 0.0
 
     def take(self, line: Line) -> None:
-        if not self.processes or isinstance(line.event, Start):
-            self.processes.append(_Process(line))
-        self.processes[-1].see(line)
-        if isinstance(line.event, Start | Stop):
-            self.stop = line.event if isinstance(line.event, Stop) else None
+        self.processes.take(line)
         if line.void:
+            if isinstance(line.event, StepDone):
+                self.void_steps += 1
+                self.void_s += line.event.step_s
             return
         match line.event:
             case Start() as start:
-                self.start = start
+                self._start(start)
             case ModelLoaded() as model:
                 self.model = model
             case DataLoaded() as data:
@@ -138,6 +139,13 @@ class _Reading:
             case Finding() as finding:
                 self.findings[finding] = None
 
+    def _start(self, event: Start) -> None:
+        self.start = event
+        if event.resumed_step is not None:
+            self.restarts.append(event.resumed_step)
+        else:
+            self.restarts = [0] if self.void_steps else []
+
     def _step(self, event: StepDone) -> None:
         self.columns.add(event)
         if event.expert_tokens and self.loads.fits(event.expert_tokens):
@@ -149,19 +157,18 @@ class _Reading:
         if self.other_shape:
             unread["step whose expert_tokens has another shape than the first"] = self.other_shape
         loads = self.loads.finish(self.model.moe_layers if self.model else [])
-        last_event = self.processes[-1].end if self.processes else None
         return Report(
             run=self.start.run if self.start else folder.resolve().name,
             folder=str(folder),
-            state=self._state(last_event, now=now),
-            detail=self.stop.detail if self.stop else "",
+            state=self._state(now),
+            detail=self.processes.stop.detail if self.processes.stop else "",
             steps_done=max(self.columns.step, default=0),
             steps_planned=self.start.steps if self.start else 0,
-            elapsed_s=math.fsum(process.seconds for process in self.processes),
-            last_event=last_event,
+            elapsed_s=math.fsum(process.seconds for process in self.processes.all),
+            last_event=self.processes.last_event,
             read_at=now,
             start=self.start,
-            processes=len(self.processes),
+            processes=len(self.processes.all),
             model=self.model,
             data=tuple(sorted(self.data.values(), key=lambda data: data.split != "train")),
             curves=self.columns.curves(routed=loads is not None),
@@ -169,64 +176,23 @@ class _Reading:
             evaluations=tuple(self.evaluations[step] for step in sorted(self.evaluations)),
             saves=tuple(self.saves[step] for step in sorted(self.saves)),
             findings=tuple(sorted(self.findings, key=_severity)),
-            restarts=self._restarts(),
-            void_steps=sum(process.void_steps for process in self.processes),
-            void_s=math.fsum(process.void_s for process in self.processes),
+            restarts=tuple(self.restarts),
+            void_steps=self.void_steps,
+            void_s=self.void_s,
             loads=loads,
             unread=dict(unread),
             run_file=run_file,
         )
 
-    def _state(self, last_event: datetime | None, *, now: datetime) -> str:
-        if self.stop:
-            return self.stop.reason
+    def _state(self, now: datetime) -> str:
+        if self.processes.stop:
+            return self.processes.stop.reason
         longest_s = max(self.columns.step_s[-100:], default=0.0)
         patience_s = max(_SILENT_AFTER_S, _SILENT_AFTER_STEPS * longest_s)
+        last_event = self.processes.last_event
         if last_event is None or (now - last_event).total_seconds() > patience_s:
             return "silent"
         return "running"
-
-    def _restarts(self) -> tuple[int, ...]:
-        kept: list[int] = []
-        for number, process in enumerate(self.processes[1:], start=1):
-            if process.resumed_step is not None:
-                kept.append(process.resumed_step)
-            else:
-                kept = [0] if any(earlier.void_steps for earlier in self.processes[:number]) else []
-        return tuple(kept)
-
-
-class _Process:
-    """One process that worked on the run: when, from which step on, and what of its work was done again later."""
-
-    def __init__(self, first: Line) -> None:
-        self.resumed_step = first.event.resumed_step if isinstance(first.event, Start) else None
-        self._begin = self._end = first.time
-        self.void_steps = 0
-        self.void_s = 0.0
-
-    def see(self, line: Line) -> None:
-        self._end = line.time
-        if line.void and isinstance(line.event, StepDone):
-            self.void_steps += 1
-            self.void_s += line.event.step_s
-
-    @property
-    def end(self) -> datetime | None:
-        return _time(self._end)
-
-    @property
-    def seconds(self) -> float:
-        begin, end = _time(self._begin), self.end
-        return max(0.0, (end - begin).total_seconds()) if begin and end else 0.0
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _severity(finding: Finding) -> int:

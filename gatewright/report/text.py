@@ -31,7 +31,7 @@ def render_text(report: Report) -> RenderableType:
     parts += _held_out(report)
     parts += _throughput(report)
     for split in report.data:
-        parts += _section(f"Data: {split.split}", _facts(facts.data(split)), _fills(facts.fills(split)))
+        parts += _section(f"Data: {facts.split_name(split)}", _facts(facts.data(split)), _fills(facts.fills(split)))
     parts += _model(report)
     if report.loads:
         parts += _routing(report, report.loads)

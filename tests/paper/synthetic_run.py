@@ -32,7 +32,14 @@ class Clock:
 
 def start(clock: Clock, *, steps: int, resumed_step: int | None = None, run: str = "demo") -> dict[str, Any]:
     return clock.event(
-        "start", 0.4, run=run, versions=VERSIONS, device="cpu", threads=2, resumed_step=resumed_step, steps=steps
+        "start",
+        0.4,
+        run=run,
+        versions=VERSIONS,
+        device="CPU (x86_64, 2 threads)",
+        threads=2,
+        resumed_step=resumed_step,
+        steps=steps,
     )
 
 
@@ -160,17 +167,17 @@ def saved(clock: Clock, step: int, *, best: bool = False) -> dict[str, Any]:
 
 
 def whole_run(*, total: int = 120, layers: int = 12, experts: int = 4, seed: int = 0) -> list[dict[str, Any]]:
-    """A finished run with an evaluation before, in the middle and after, and two checkpoints."""
+    """A finished run in the trainer's order: evaluated before, in the middle and after, saved twice."""
     noise, clock = random.Random(seed), Clock()
     routing = Routing(layers=layers, experts=experts, noise=noise, tokens=8000) if experts else None
     events = [
-        start(clock, steps=total),
-        model(clock, layers=layers, experts=experts),
-        data(clock, "train", documents=4000, overlong=3),
-        data(clock, "evaluate", documents=200),
         clock.event(
             "finding", 0.0, severity="note", text="3 documents were longer than 4,096 tokens and were truncated"
         ),
+        data(clock, "train", documents=4000, overlong=3),
+        data(clock, "evaluate", documents=200),
+        model(clock, layers=layers, experts=experts),
+        start(clock, steps=total),
         evaluated(clock, 0, of=total, noise=noise),
     ]
     half = total // 2
@@ -186,13 +193,14 @@ def failed_run() -> list[dict[str, Any]]:
     noise, clock = random.Random(1), Clock()
     routing = Routing(layers=20, experts=128, noise=noise, tokens=8000)
     events = [
-        start(clock, steps=200, run="judge"),
-        model(clock, layers=20, experts=128),
         data(clock, "train", documents=4000),
+        model(clock, layers=20, experts=128),
+        start(clock, steps=200, run="judge"),
         evaluated(clock, 0, of=200, noise=noise),
         *steps(clock, 1, 87, of=200, routing=routing, noise=noise),
     ]
     clock.now += timedelta(hours=2)
+    events += [data(clock, "train", documents=4000), model(clock, layers=20, experts=128)]
     events.append(start(clock, steps=200, resumed_step=60, run="judge"))
     events += steps(clock, 61, 103, of=200, routing=routing, noise=noise)
     events[-1]["loss"] = events[-1]["grad_norm"] = float("nan")

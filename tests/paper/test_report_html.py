@@ -60,7 +60,7 @@ def page_of(folder: Path, events: list[dict[str, Any]], **files: Any) -> str:
 
 RUNS = {
     "nothing": [],
-    "only a start": synthetic.whole_run()[:1],
+    "one finding": synthetic.whole_run()[:1],
     "no step yet": synthetic.whole_run()[:6],
     "one step": synthetic.whole_run()[:7],
     "two steps": synthetic.whole_run()[:8],

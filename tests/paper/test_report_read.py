@@ -1,6 +1,5 @@
 """A run folder is read as it stands: restarts, broken lines, strangers, and runs of any length."""
 
-import json
 import math
 import random
 import tracemalloc
@@ -38,14 +37,15 @@ def summed(steps: Events) -> list[list[int]]:
 class Restarted:
     """A log in pieces: 30 steps, then again from `resumed`."""
 
-    def __init__(self, *, resumed: int | None, experts: int = 4) -> None:
+    def __init__(self, *, resumed: int | None) -> None:
         self.noise, self.clock = random.Random(3), synthetic.Clock()
-        self.routing = synthetic.Routing(layers=3, experts=experts, noise=self.noise, tokens=8000)
+        self.routing = synthetic.Routing(layers=3, experts=4, noise=self.noise, tokens=8000)
         self.first = [
+            self.clock.event("finding", 0, severity="warning", text="of every process"),
+            *self.load(),
             synthetic.start(self.clock, steps=60),
-            synthetic.model(self.clock, layers=3, experts=experts),
             synthetic.evaluated(self.clock, 0, of=60, noise=self.noise),
-            self.clock.event("finding", 0, severity="warning", text="of the first process"),
+            self.clock.event("finding", 0, severity="error", text="of the first process"),
             *self.steps(1, 20),
             synthetic.evaluated(self.clock, 20, of=60, noise=self.noise),
             synthetic.saved(self.clock, 20),
@@ -55,11 +55,16 @@ class Restarted:
         ]
         self.clock.now += timedelta(hours=3)
         self.second = [
+            self.clock.event("finding", 0, severity="warning", text="of every process"),
+            *self.load(),
             synthetic.start(self.clock, steps=60, resumed_step=resumed),
             *self.steps((resumed or 0) + 1, 40),
             synthetic.evaluated(self.clock, 40, of=60, noise=self.noise),
             self.clock.event("stop", 0, step=40, reason="interrupted", detail="Ctrl-C"),
         ]
+
+    def load(self) -> Events:
+        return [synthetic.data(self.clock, "train", documents=9), synthetic.model(self.clock, layers=3, experts=4)]
 
     def steps(self, first: int, last: int) -> Events:
         return list(synthetic.steps(self.clock, first, last, of=60, routing=self.routing, noise=self.noise))
@@ -110,7 +115,7 @@ def test_a_restart_voids_what_was_done_after_its_checkpoint(tmp_path: Path) -> N
     assert (report.restarts, report.void_steps, report.processes) == ((20,), 10, 2)
     assert report.void_s == pytest.approx(sum(step["step_s"] for step in steps_of(log.first)[20:]))
     assert (report.state, report.detail) == ("interrupted", "Ctrl-C")
-    assert [finding.text for finding in report.findings] == ["of the first process"]
+    assert [finding.text for finding in report.findings] == ["of the first process", "of every process"]
 
 
 def test_a_restart_from_nothing_voids_everything_before(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_a_restart_from_nothing_voids_everything_before(tmp_path: Path) -> None:
     assert report.curves.loss.mean == tuple(step["loss"] for step in steps_of(log.second))
     assert (report.restarts, report.void_steps) == ((0,), 30)
     assert [evaluation.step for evaluation in report.evaluations] == [40]
-    assert (report.saves, report.findings, report.model) == ((), (), None)
+    assert report.saves == ()
 
 
 def test_a_later_restart_may_go_back_further(tmp_path: Path) -> None:
@@ -133,9 +138,30 @@ def test_a_later_restart_may_go_back_further(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_processes_is_not_the_runs(tmp_path: Path) -> None:
+    """The second process's first words come before its start event, the first was killed without a word."""
     log = Restarted(resumed=20)
     report = read(tmp_path, log.first + log.second, after=timedelta(hours=4))
-    assert 0 < report.elapsed_s < 300
+    pieces = [[datetime.fromisoformat(event["time"]) for event in part] for part in (log.first, log.second)]
+    assert report.elapsed_s == pytest.approx(sum((piece[-1] - piece[0]).total_seconds() for piece in pieces))
+
+
+def test_a_process_that_dies_while_it_loads_is_one_of_its_own(tmp_path: Path) -> None:
+    log = Restarted(resumed=20)
+    died = log.load()
+    log.clock.now += timedelta(hours=1)
+    again = [*log.load(), synthetic.start(log.clock, steps=60, resumed_step=40), *log.steps(41, 42)]
+    report = read(tmp_path, log.first + log.second + died + again, after=timedelta(hours=6))
+    assert (report.processes, report.steps_done, report.restarts) == (4, 42, (20, 40))
+    assert report.elapsed_s < 300
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_stop_is_over_when_the_next_process_has_said_a_word(tmp_path: Path, kept: int) -> None:
+    log = Restarted(resumed=20)
+    third = [log.clock.event("finding", 0, severity="note", text="a word"), *log.load()]
+    folder = synthetic.write_run(tmp_path, log.first + log.second + third[:kept])
+    report = read_run_folder(folder, now=log.clock.now)
+    assert (report.state, report.detail, report.steps_done) == ("running", "", 40)
 
 
 def test_a_line_cut_by_a_kill_is_counted_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -145,16 +171,6 @@ def test_a_line_cut_by_a_kill_is_counted_and_the_rest_is_read(tmp_path: Path) ->
         file.write('{"v": 1, "time": "2026-03-01T09:10:00Z", "kind": "step", "st')
     report = read_run_folder(folder, now=synthetic.BEGIN)
     assert (report.steps_done, report.unread) == (20, {"broken line": 1})
-
-
-def test_a_start_event_glued_to_a_cut_line_is_found(tmp_path: Path) -> None:
-    log = Restarted(resumed=20)
-    cut = json.dumps(log.first[-1])[:70]
-    text = "".join(json.dumps(event) + "\n" for event in log.first[:-1])
-    text += cut + "".join(json.dumps(event) + "\n" for event in log.second)
-    (tmp_path / "events.jsonl").write_text(text, encoding="utf-8")
-    report = read_run_folder(tmp_path, now=synthetic.BEGIN)
-    assert (report.restarts, report.void_steps, report.unread) == ((20,), 10, {"broken line": 1})
 
 
 def test_strangers_are_skipped_and_counted(tmp_path: Path) -> None:

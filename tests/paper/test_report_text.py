@@ -47,7 +47,7 @@ def test_any_beginning_of_any_run_fits(tmp_path: Path, kept: int, layers: int, e
 
 def test_long_words_and_markup_of_a_run_do_no_harm(tmp_path: Path) -> None:
     events = synthetic.whole_run(total=4)
-    events.append({**events[4], "text": "[bold]not markup[/bold] " + "x" * 300})
+    events.append({**events[0], "text": "[bold]not markup[/bold] " + "x" * 300})
     text = text_of(synthetic.write_run(tmp_path, events))
     assert "[bold]not markup[/bold]" in text
     assert max(map(len, text.splitlines())) <= WIDTH
