@@ -64,7 +64,7 @@ def make_batch(view: DocumentView, documents: Sequence[int]) -> Batch:
         labels.append(label_L)
         lengths.append(len(token_L))
     return Batch(
-        tokens_T=torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+        tokens_T=torch.from_numpy(np.concatenate(tokens)),
         labels_T=torch.from_numpy(np.concatenate(labels)),
         positions_T=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(),

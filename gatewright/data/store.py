@@ -14,7 +14,6 @@ import hashlib
 import json
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gatewright.data.documents import read_rows, source_files
-from gatewright.data.rows import Place, Row
+from gatewright.data.rows import Place
 from gatewright.data.template import Renderer
 from gatewright.data.view import MIN_TOKENS, DocumentView, Policy, limit_rows
 from gatewright.data.writer import FILES, StoreWriter, written_whole
@@ -151,9 +150,8 @@ def _write_rows(
     total = sum(file.stat().st_size for file in source_files(source))
     bar = progress.add_task(f"tokens of {source.name}", total=total)
     rows = read_rows(source, on_read=lambda count: progress.advance(bar, count))
-    writer = StoreWriter(folder, vocab_size=vocab_size)
     highest = 0
-    try:
+    with StoreWriter(folder, vocab_size=vocab_size) as writer:
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             for row, document in zip(batch, renderer.documents(batch), strict=True):
                 highest = max(highest, max(document.tokens, default=0))
@@ -161,8 +159,6 @@ def _write_rows(
                     raise DataError(_vocabulary_too_small(highest, vocab_size, renderer, str(row.place)))
                 writer.add(document, row.place)
         writer.finish(**facts, highest_token=highest)
-    finally:
-        writer.close()
 
 
 def _open(folder: Path, fingerprint: str) -> TokenStore | None:

@@ -38,11 +38,11 @@ class DocumentView:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def document(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.bool_]]:
+    def document(self, number: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Its tokens, and which of them are to be learnt. The first one is never predicted, whatever it says there."""
         start = int(self.starts_N[number])
         end = start + int(self.lengths[number])
-        return self.tokens_T[start:end], self.is_target_T[start:end]
+        return self.tokens_T[start:end].astype(np.int64), self.is_target_T[start:end]
 
 
 def limit_rows(

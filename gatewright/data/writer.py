@@ -5,10 +5,10 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -17,16 +17,26 @@ from gatewright.data.template import Document
 from gatewright.spec.errors import DataError, RunFailed
 
 
+FILES = ("tokens", "targets", "offsets", "counts", "lines")
+
+
 class StoreWriter:
-    """Appends documents to the binary files of one folder."""
+    """Appends documents to the binary files of one folder; a context manager that closes them."""
 
     def __init__(self, folder: Path, *, vocab_size: int) -> None:
         self.folder = folder
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.documents = self.tokens = self.straddling_tokens = self.dropped_reasoning = 0
-        self._files: dict[str, BinaryIO] = {name: open(folder / f"{name}.bin", "wb") for name in FILES}
         self._sources: list[tuple[str, int]] = []
-        self._append("offsets", [0])
+        self._open = ExitStack()
+        self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
+        self._append("offsets", 0)
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def add(self, document: Document, place: Place) -> None:
         """Appends one document."""
@@ -39,17 +49,13 @@ class StoreWriter:
         self.dropped_reasoning += document.dropped_reasoning
         self._files["tokens"].write(np.array(document.tokens, self.dtype).tobytes())
         self._files["targets"].write(is_target.tobytes())
-        self._append("offsets", [self.tokens])
-        self._append("counts", [int(is_target[1:].sum())])
-        self._append("lines", [place.number])
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        self._append("offsets", self.tokens)
+        self._append("counts", int(is_target[1:].sum()))
+        self._append("lines", place.number)
 
     def finish(self, **facts: object) -> None:
-        """Closes the files and writes store.json: what was counted here, and the given facts."""
-        self.close()
+        """Closes the files and writes store.json: the given facts and what was counted here."""
+        self._open.close()
         counted = {
             "documents": self.documents,
             "tokens": self.tokens,
@@ -58,13 +64,10 @@ class StoreWriter:
             "dropped_reasoning": self.dropped_reasoning,
             "sources": self._sources,
         }
-        (self.folder / "store.json").write_text(json.dumps(facts | counted, indent=1, ensure_ascii=False) + "\n")
+        (self.folder / "store.json").write_text(json.dumps(facts | counted, indent=1) + "\n")
 
-    def _append(self, name: str, values: Sequence[int]) -> None:
-        self._files[name].write(np.array(values, np.int64).tobytes())
-
-
-FILES = ("tokens", "targets", "offsets", "counts", "lines")
+    def _append(self, name: str, value: int) -> None:
+        self._files[name].write(value.to_bytes(8, sys.byteorder, signed=True))
 
 
 @contextmanager
