@@ -1,7 +1,9 @@
 """Rows of measured_memory.csv → jobs of the planner: what each source's words mean, and what had to be assumed."""
 
 import csv
+import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +27,11 @@ from gatewright.spec.shape import TensorRole
 
 ROWS = Path(__file__).parent / "data" / "measured_memory.csv"
 CAP_FILL = 0.6
-"""Longest sample a run has met, as a share of the length cap, where a row only states the cap."""
+"""Longest of several samples padded together, as a share of the length cap, where a row only states the cap."""
+PADDING_FREE_FILL = 0.15
+"""Mean sample as a share of the cap, where a micro-batch holds its samples without padding."""
+HELLASWAG_TOKENS = 144
+"""Longest of a batch of 32: the data's mean is 79 tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,25 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def source_framework(fields: dict[str, str]) -> str:
-    """The tool behind a row, without its benchmark's suffix."""
-    return re.split(r" [/(0-9]", fields["framework"])[0].strip()
+    """The tool behind a row, without version and benchmark."""
+    name = fields["framework"].split(" / ")[0]
+    known = ("litgpt", "Megatron-Bridge", "Megatron-LM", "Megatron-SWIFT", "ms-swift", "NeMo AutoModel", "PEFT")
+    return next((tool for tool in known if name.startswith(tool)), re.split(r" [/(0-9]", name)[0].strip())
+
+
+def fit_pairs(rows: Iterable[Row]) -> set[tuple[str, str]]:
+    """(framework, model) pairs that constants may be fitted on: of each framework the half with the lowest hashes.
+
+    A framework with one pair is fitted on it; an odd pair out goes to the other half.
+    """
+    by_tool: dict[str, set[str]] = {}
+    for row in rows:
+        by_tool.setdefault(source_framework(row.fields), set()).add(row.fields["model"])
+    chosen: set[tuple[str, str]] = set()
+    for tool, models in by_tool.items():
+        ordered = sorted(models, key=lambda model: hashlib.sha256(f"{tool}|{model}".encode()).digest())
+        chosen.update((tool, model) for model in ordered[: max(1, len(ordered) // 2)])
+    return chosen
 
 
 def read_row(fields: dict[str, str]) -> Row:
@@ -121,15 +144,17 @@ def job_of(fields: dict[str, str]) -> Job:
         storage=storage_of(fields["weight_dtype"], method),
         rows=rows,
         tokens_per_row=tokens,
-        checkpointing=checkpointing_of(fields["grad_ckpt"]),
+        checkpointing=checkpointing_of(fields),
         recompute=recompute_of(fields["grad_ckpt"]),
         attention=attention_of(fields["attention"]),
         loss=loss_of(fields),
         optimizer=optimizer_of(fields["optimizer"] + " " + fields["optim_state_dtype"]),
-        accumulate=policy_of(fields) in ("ms-swift", "axolotl"),
-        compiled="compile" in (fields["loss_kernel"] + fields["note"]),
+        accumulate=policy_of(fields) in ("ms-swift", "axolotl", "automodel"),
+        compiled=bool(re.search(r"(?<!no)compile", fields["loss_kernel"] + fields["note"])),
         layout=layout_of(fields),
-        offload=offload_of(fields["offload"] + fields["grad_ckpt"]),
+        step_in_backward="in_bwd" in fields["optimizer"] and "not in" not in fields["optimizer"]
+        or fields["grad_dtype"] == "freed per layer",
+        offload=offload_of(fields["offload"] + fields["grad_ckpt"] + fields["optimizer"]),
         reference_model=fields["task"] in ("dpo", "kto", "gkd") and method == "full",
         preference=preference,
         imbalance=1.15 if number(fields["ep"], 1) > 1 else 1.0,
@@ -159,6 +184,8 @@ def policy_of(fields: dict[str, str]) -> str:
     key = next((key for pattern, key in POLICIES if re.search(pattern, name)), "hf")
     if key == "fms":
         return fms_policy(fields)
+    if key == "torchtitan" and "_202412_" in fields["source"]:
+        return "torchtitan-2024"
     if key == "hf" and "peft" in name and "method_comparison" in name:
         return "peft"
     return key
@@ -252,20 +279,24 @@ def batch_of(fields: dict[str, str]) -> tuple[int, int]:
     rows = max(1, int(number(fields["micro_batch"], 1)))
     packed = fields["packing"] in ("packing", "sample_packing", "fixed", "fixed length", "fixed?")
     if "hellaswag" in text:
-        return rows, 128
+        return rows, HELLASWAG_TOKENS
     if not re.match(r"\s*\d", text):
         cap = re.search(r"max (\d{3,})", text)
-        return rows, int(float(cap[1]) * CAP_FILL / 2) if cap else 1024
+        fill = CAP_FILL if fields["packing"] == "no" else PADDING_FREE_FILL
+        return rows, int(float(cap[1]) * fill) if cap else 1024
     tokens = int(number(text))
     if "tok/sample" in fields["note"]:
         return rows, int(number(fields["note"].split("~")[-1], tokens))
-    if known.startswith(("no", "cap")) and not packed:
-        return rows, max(1, int(tokens * CAP_FILL))
+    if known.startswith("no") and not packed:
+        fill = {"no": CAP_FILL, "padding_free": PADDING_FREE_FILL}.get(fields["packing"], CAP_FILL)
+        return rows, max(1, int(tokens * (1.0 if rows == 1 else fill)))
     return rows, tokens
 
 
-def checkpointing_of(text: str) -> Checkpointing:
-    text = text.lower()
+def checkpointing_of(fields: dict[str, str]) -> Checkpointing:
+    text = fields["grad_ckpt"].lower()
+    if text == "unstated" and policy_of(fields) == "torchtitan":
+        return "per_op"  # the default of its configs
     if "every 2nd" in text:
         return "alternate"
     if text.startswith(("none", "expert-fc1")):
@@ -293,10 +324,10 @@ def attention_of(text: str) -> AttentionKernel:
 
 def loss_of(fields: dict[str, str]) -> LossKernel:
     text = fields["loss_kernel"].lower()
-    if "chunked" in text:
-        return "chunked"
     if "liger" in text or "cut cross" in text or "linear" in text or "unsloth" in text:
         return "linear"
+    if "chunked" in text:
+        return "chunked"
     if "fast" in text or "fused" in text:
         return "fused"
     return "full"
@@ -333,8 +364,9 @@ def layout_of(fields: dict[str, str]) -> Layout:
     cp = int(number(cp_text, 1)) if re.search(r"cp|ulysses", cp_text.lower()) else 1
     known = fields["world_size"].isdigit()
     world = int(fields["world_size"]) if known else int(number(fields["world_size"], tp * pp * max(1, ep // tp) * 2))
+    if "device_map" in text:
+        pp = world
     sharding: Sharding = next((value for key, value in SHARDINGS if key in text), "none")
-    pattern = "ulysses" in cp_text.lower()
     return Layout(
         ranks=max(world, tp * pp * cp),
         sharding=sharding,
@@ -344,7 +376,7 @@ def layout_of(fields: dict[str, str]) -> Layout:
         etp=etp,
         pp=pp,
         virtual_stages=int(number(fields["vpp"], 1)) if fields["vpp"] else 1,
-        cp=cp if not pattern else cp,
+        cp=cp,
     )
 
 
@@ -356,6 +388,8 @@ def offload_of(text: str) -> frozenset[Offload]:
     if "cpu offload" in text and "optimizer" not in text or "zero3_offload" in text or "params" in text:
         found.update(("weights", "optimizer"))
     if "optimizer cpu" in text:
+        found.add("optimizer")
+    if "paged" in text:
         found.add("optimizer")
     if "activations" in text or "unsloth offloaded" in text:
         found.add("activations")

@@ -14,6 +14,7 @@ LossKernel = Literal["full", "fused", "chunked", "linear"]
 """full: logits in fp32; fused: one kernel that reuses the logits; chunked: the softmax in pieces, logits whole;
 linear: fused with the head, no logits kept."""
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_4bit", "muon", "sgd"]
+"""Paged variants are written as the same optimizer with its state offloaded."""
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "pipeline_naive"]
 """How data-parallel ranks share the states. pipeline_naive: layers spread over GPUs of one process (device_map)."""
 Offload = Literal["weights", "optimizer", "activations", "experts"]
@@ -111,7 +112,10 @@ class Job:
     optimizer: Optimizer = "adamw"
     accumulate: bool = False
     """More than one micro-batch a step: gradients live through the forward pass."""
+    step_in_backward: bool = False
+    """Each gradient is used and freed as soon as it exists."""
     compiled: bool = False
+    """torch.compile: pointwise operations are fused and recomputed, so only what matrix products need is kept."""
     layout: Layout = field(default_factory=Layout)
     offload: frozenset[Offload] = frozenset()
     reference_model: bool = False

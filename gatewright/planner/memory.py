@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from gatewright.planner.job import Job
+from gatewright.planner.memory_gather import bucket_bytes, dequantised_bytes, flight_bytes, gathered_bytes, unsharded_grads
 from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
-from gatewright.planner.memory_states import EXPERTS, Share, States, shares, stage_layers, states, weight_bytes
-from gatewright.planner.policy import Policy
-from gatewright.spec.plan import Part, Phase, PhaseName
-
-FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
+from gatewright.planner.memory_reserve import intervals
+from gatewright.planner.memory_states import Share, States, shares, stage_layers, states
+from gatewright.planner.policy import Policy, Types, find_policy
+from gatewright.spec.plan import MemoryEstimate, Part, Phase, PhaseName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,42 +17,57 @@ class Stage:
 
     job: Job
     policy: Policy
+    types: Types
+    """Of the parameters that train."""
     held: list[Share]
     states: States
-    layers: range
     work: list[LayerWork]
     """One for each block of the stage."""
     in_flight: float
     """Micro-batches whose activations the stage holds at its fullest, in units of the whole stage."""
     last: bool
 
+    @property
+    def worst(self) -> LayerWork | None:
+        return max(self.work, key=lambda work: work.backward, default=None)
 
-def phases_of(job: Job, policy: Policy) -> tuple[Phase, ...]:
-    """The phases of the most loaded pipeline stage."""
-    ends = {0, job.layout.pp - 1}
-    candidates = [stage_phases(job, policy, stage) for stage in sorted(ends)]
-    return max(candidates, key=lambda phases: max(phase.bytes for phase in phases))
+    @property
+    def grads_wait(self) -> bool:
+        """Gradients of earlier micro-batches are there while the forward pass runs."""
+        return self.job.accumulate and not self.types.grad_persists and not self.job.step_in_backward
 
 
-def stage_phases(job: Job, policy: Policy, stage: int) -> tuple[Phase, ...]:
-    held = shares(job, stage)
-    layers = stage_layers(job, stage)
-    work = layer_works(job, policy, layers)
-    at = Stage(
+def estimate_memory(job: Job, *, stage: int | None = None) -> MemoryEstimate:
+    """Peak of the most loaded rank, or of the ranks of one pipeline stage.
+
+    Closed form, in milliseconds. Raises UserError for an unknown framework.
+    """
+    policy = find_policy(job.framework)
+    ends = sorted({0, job.layout.pp - 1}) if stage is None else [stage]
+    judged = [phases_of(read_stage(job, policy, end)) for end in ends]
+    phases, resident = max(judged, key=lambda item: max(phase.bytes for phase in item[0]))
+    allocated, reserved, device = intervals(job, policy, phases, resident)
+    return MemoryEstimate(
+        phases=phases,
+        resident_bytes=resident,
+        allocated=allocated,
+        reserved=reserved,
+        device=device,
+        framework=policy.key,
+    )
+
+
+def read_stage(job: Job, policy: Policy, stage: int) -> Stage:
+    held = shares(job, policy, stage)
+    return Stage(
         job=job,
         policy=policy,
+        types=policy.trained(job),
         held=held,
         states=states(job, policy, held),
-        layers=layers,
-        work=work,
+        work=layer_works(job, policy, stage_layers(job, stage)),
         in_flight=in_flight(job, stage),
         last=stage == job.layout.pp - 1,
-    )
-    return (
-        phase("load", load_parts(at)),
-        phase("loss", loss_parts(at)),
-        phase("backward", max((backward_start_parts(at), backward_end_parts(at)), key=total)),
-        phase("step", step_parts(at)),
     )
 
 
@@ -65,11 +80,22 @@ def layer_works(job: Job, policy: Policy, layers: range) -> list[LayerWork]:
 def in_flight(job: Job, stage: int) -> float:
     """Forward passes a stage runs before its first backward pass: 1F1B, interleaved when stages are virtual."""
     pp, chunks = job.layout.pp, job.layout.virtual_stages
-    if pp == 1:
+    if pp == 1 or job.layout.sharding == "pipeline_naive":
         return 1.0
     if chunks == 1:
         return float(pp - stage)
     return ((pp - stage - 1) * 2 + (chunks - 1) * pp + 1) / chunks
+
+
+def phases_of(at: Stage) -> tuple[tuple[Phase, ...], int]:
+    """The phases, and what stays between two steps."""
+    phases = (
+        phase("load", load_parts(at)),
+        phase("loss", loss_parts(at)),
+        phase("backward", max((backward_start_parts(at), backward_end_parts(at)), key=total)),
+        phase("step", step_parts(at)),
+    )
+    return phases, total(resident_parts(at))
 
 
 def phase(name: PhaseName, parts: list[Part]) -> Phase:
@@ -84,45 +110,37 @@ def total(parts: list[Part]) -> int:
     return sum(part.bytes for part in parts)
 
 
+def weight_parts(at: Stage) -> list[Part]:
+    states = at.states
+    reference = states.plain_weights if at.job.reference_model else 0.0
+    return [
+        part("frozen weights", states.frozen_weights, states.frozen_formula),
+        part("trained weights", states.trained_weights, states.trained_formula),
+        part("reference model", reference),
+        part("adapters", states.adapters, f"{states.adapter_count:,.0f} × {at.policy.adapter.weight:g} B"),
+    ]
+
+
 def resident_parts(at: Stage) -> list[Part]:
     """Live between two steps."""
-    states, types = at.states, at.policy.full if at.job.method == "full" else at.policy.adapter
-    copies = 2.0 if at.job.reference_model else 1.0
-    parts = [
-        part("frozen weights", states.frozen_weights * copies),
-        part("trained weights", states.trained_weights),
-        part("reference model", states.trained_weights / max(types.weight, 1) * 2 if at.job.reference_model else 0.0),
-        part("adapters", states.adapters),
-        part("optimizer state", states.optimizer),
-    ]
-    if types.grad_persists:
-        parts.append(part("gradient buffer", states.grads))
-    parts.append(part("communication buckets", bucket_bytes(at)))
+    parts = weight_parts(at)
+    parts.append(part("optimizer state", at.states.optimizer, at.states.optimizer_formula))
+    if at.types.grad_persists:
+        parts.append(part("gradient buffer", at.states.grads, at.states.grads_formula))
+    parts.append(part("communication buckets", bucket_bytes(at.job, at.policy, at.held)))
     return parts
 
 
-def bucket_bytes(at: Stage) -> float:
-    job, policy = at.job, at.policy
-    if job.layout.dp * job.layout.cp == 1 or job.layout.sharding in ("fsdp1", "fsdp2", "pipeline_naive"):
-        return 0.0
-    trained = sum(share.parameters if share.trains else share.adapters for share in at.held)
-    types = policy.full if job.method == "full" else policy.adapter
-    return policy.buckets * min(policy.bucket_parameters, trained) * types.grad
-
-
 def load_parts(at: Stage) -> list[Part]:
-    states = at.states
-    return [
-        part("frozen weights", states.frozen_weights),
-        part("trained weights", states.trained_weights),
-        part("adapters", states.adapters),
-    ]
+    parts = weight_parts(at)
+    if at.policy.loads_whole_model and at.job.layout.shards > 1:
+        parts.append(part("whole checkpoint", at.states.whole_weights))
+    return parts
 
 
 def kept_bytes_per_token(at: Stage) -> float:
     """Activations that wait for the backward pass, of all blocks of the stage."""
-    job, policy = at.job, at.policy
-    shape = job.shape
+    job, policy, shape = at.job, at.policy, at.job.shape
     boundary = policy.residual_bytes(job) * shape.hidden * shape.residual_streams / sequence_split(job)
     if "activations" in job.offload:
         # Two blocks' worth is on the device, one leaving and one coming back.
@@ -138,162 +156,103 @@ def kept_bytes_per_token(at: Stage) -> float:
 
 def kept_part(at: Stage) -> Part:
     tokens = at.job.micro_batch_tokens
-    name = "kept activations" if at.job.checkpointing == "none" else "checkpoint boundaries"
+    name = "checkpoint boundaries" if at.job.checkpointing == "full" else "kept activations"
     per_token = kept_bytes_per_token(at)
-    value = per_token * tokens * at.in_flight
-    return part(name, value, f"{per_token:,.0f} B a token × {tokens:,} tokens × {at.in_flight:.2f} in flight")
+    times = f" × {at.in_flight:.2f} in flight" if at.in_flight != 1 else ""
+    return part(name, per_token * tokens * at.in_flight, f"{per_token:,.0f} B a token × {tokens:,} tokens{times}")
 
 
 def loss_parts(at: Stage) -> list[Part]:
-    job, policy = at.job, at.policy
-    tokens, shape = job.micro_batch_tokens, job.shape
+    """The end of the forward pass: every block's activations, and the logits."""
     parts = resident_parts(at)
-    if job.accumulate and not grads_persist(at):
-        parts.append(part("gradients", at.states.grads))
+    parts += waiting_grads(at)
     parts.append(kept_part(at))
     if at.last:
-        per_logit = policy.loss_bytes_per_logit(job)
-        vocab = shape.vocab / job.layout.tp
-        extra = 2 * vocab * policy.activation_bytes if shape.logit_softcap else 0.0
-        head = final_norm_bytes(at)
-        value = tokens * (per_logit * vocab + extra + head)
-        parts.append(part("logits and loss", value, f"{tokens:,} × ({per_logit:g} B × {vocab:,.0f} + {head:,.0f} B)"))
-        parts.append(part("loss chunks", linear_loss_bytes(at)))
-    parts.append(part("gathered weights", gathered_bytes(at, layers=1)))
+        parts += logits_parts(at)
+    parts.append(part("gathered weights", gathered_bytes(at.job, at.policy, at.held, blocks=1)))
     return parts
 
 
-def final_norm_bytes(at: Stage) -> float:
-    """The last hidden state, its norm and its gradient, bytes a token."""
-    h, b = at.job.shape.hidden / sequence_split(at.job), at.policy.activation_bytes
-    return (4 if at.policy.norm == "eager" else 0) * h + 2 * b * h
+def waiting_grads(at: Stage) -> list[Part]:
+    if not at.grads_wait:
+        return []
+    unsharded = unsharded_grads(at.job, at.policy, at.held) if at.policy.accumulates_unsharded else 0.0
+    return [part("gradients", max(at.states.grads, unsharded), at.states.grads_formula)]
 
 
-def linear_loss_bytes(at: Stage) -> float:
-    """A head fused with its loss: one chunk of logits, and the head's gradient if it trains."""
-    job, policy = at.job, at.policy
-    if job.loss not in ("linear", "chunked"):
-        return 0.0
-    value = policy.linear_loss_chunk_bytes
+def logits_parts(at: Stage) -> list[Part]:
+    job, policy, shape = at.job, at.policy, at.job.shape
+    tokens, vocab = job.micro_batch_tokens, shape.vocab / job.layout.tp
+    per_logit = policy.loss_bytes_per_logit(job)
+    if shape.logit_softcap and job.loss != "linear":
+        per_logit += 2 * policy.activation_bytes
+    h, b = shape.hidden / sequence_split(job), policy.activation_bytes
+    head = (4 if policy.norm_style(job) == "eager" else 0) * h + 2 * b * h
+    parts = [
+        part("logits and loss", tokens * per_logit * vocab, f"{tokens:,} tokens × {vocab:,.0f} × {per_logit:g} B"),
+        part("last hidden state", tokens * head, f"{tokens:,} tokens × {head:,.0f} B"),
+    ]
     if job.loss == "linear" and job.method == "full":
-        value += job.shape.vocab * job.shape.hidden * policy.full.weight / job.layout.tp
-    return value
+        parts.append(part("gradient of the head", shape.vocab * shape.hidden * at.types.weight / job.layout.tp))
+    return parts
+
+
+def block_parts(at: Stage, work: LayerWork) -> list[Part]:
+    """One block recomputed and differentiated, and the weights and gradients that are gathered for it."""
+    job, policy, tokens = at.job, at.policy, at.job.micro_batch_tokens
+    parts = [
+        part("block at work", work.backward * tokens, f"{work.backward:,.0f} B a token × {tokens:,}, at {work.at}"),
+        part("gathered weights", gathered_bytes(job, policy, at.held, blocks=policy.gathered_layers)),
+        part("gradients in flight", flight_bytes(job, policy, at.held)),
+        part("dequantised weights", dequantised_bytes(job, policy, at.held)),
+    ]
+    if policy.frozen_fsdp_keeps_grads and job.layout.sharding == "fsdp1" and job.method != "full":
+        h = job.shape.hidden * policy.residual_bytes(job)
+        parts.append(part("block gradients held by FSDP", h * (len(at.work) - 1) * tokens))
+    return parts
 
 
 def backward_start_parts(at: Stage) -> list[Part]:
     """The last block is recomputed and differentiated while every other block's activations wait."""
     job, tokens = at.job, at.job.micro_batch_tokens
     parts = resident_parts(at)
-    if job.accumulate and not grads_persist(at):
-        parts.append(part("gradients", at.states.grads))
-    elif not grads_persist(at) and at.last:
-        parts.append(part("gradients of the head", head_grad_bytes(at)))
-    if not at.work:
+    parts += waiting_grads(at)
+    if not at.grads_wait and not at.types.grad_persists and at.last:
+        parts.append(part("gradient of the head", head_grad_bytes(at)))
+    if at.worst is None:
         return parts
-    worst = max(at.work, key=lambda work: work.backward)
     waiting = kept_part(at)
     if job.checkpointing in ("none", "per_op"):
-        own = worst.kept if job.checkpointing == "none" else worst.kept_products
+        own = at.worst.kept if job.checkpointing == "none" else at.worst.kept_products
         waiting = part(waiting.name, max(0.0, waiting.bytes - own * tokens), waiting.formula)
-    parts.append(waiting)
-    parts.append(
-        part("block at work", worst.backward * tokens, f"{worst.backward:,.0f} B a token × {tokens:,}, at {worst.at}")
-    )
-    if at.policy.frozen_fsdp_keeps_grads and job.layout.sharding == "fsdp1" and job.method != "full":
-        h = job.shape.hidden * at.policy.residual_bytes(job)
-        parts.append(part("block gradients held by FSDP", h * (len(at.work) - 1) * tokens))
-    parts.append(part("gathered weights", gathered_bytes(at, layers=at.policy.gathered_layers)))
-    parts.append(part("gradients in flight", flight_bytes(at)))
-    parts.append(part("dequantised weights", dequantised_bytes(at)))
-    return parts
+    return [*parts, waiting, *block_parts(at, at.worst)]
 
 
 def backward_end_parts(at: Stage) -> list[Part]:
     """The first block is differentiated: every gradient exists, no other activation does."""
-    job, tokens = at.job, at.job.micro_batch_tokens
-    if not at.work:
-        return resident_parts(at)
-    worst = max(at.work, key=lambda work: work.backward)
     parts = resident_parts(at)
-    if not grads_persist(at):
-        parts.append(part("gradients", at.states.grads))
-    parts.append(part("block at work", worst.backward * tokens))
+    if not at.types.grad_persists and not at.job.step_in_backward:
+        parts.append(part("gradients", at.states.grads, at.states.grads_formula))
+    if at.worst is None:
+        return parts
     if at.in_flight > 1:
-        parts.append(part("waiting micro-batches", kept_bytes_per_token(at) * tokens * (at.in_flight - 1)))
-    if at.policy.frozen_fsdp_keeps_grads and job.layout.sharding == "fsdp1" and job.method != "full":
-        h = job.shape.hidden * at.policy.residual_bytes(job)
-        parts.append(part("block gradients held by FSDP", h * (len(at.work) - 1) * tokens))
-    parts.append(part("gathered weights", gathered_bytes(at, layers=at.policy.gathered_layers)))
-    parts.append(part("gradients in flight", flight_bytes(at)))
-    parts.append(part("dequantised weights", dequantised_bytes(at)))
-    return parts
-
-
-def step_parts(at: Stage) -> list[Part]:
-    parts = resident_parts(at)
-    if not grads_persist(at):
-        parts.append(part("gradients", at.states.grads))
-    parts.append(part("optimizer temporaries", at.states.step))
-    return parts
-
-
-def grads_persist(at: Stage) -> bool:
-    types = at.policy.full if at.job.method == "full" else at.policy.adapter
-    return types.grad_persists
+        waiting = kept_bytes_per_token(at) * at.job.micro_batch_tokens * (at.in_flight - 1)
+        parts.append(part("waiting micro-batches", waiting))
+    return [*parts, *block_parts(at, at.worst)]
 
 
 def head_grad_bytes(at: Stage) -> float:
-    grad = at.policy.full.grad
-    roles = ("embedding",) if at.job.shape.tied else ("head",)
-    return sum(share.parameters * grad / share.shards for share in at.held if share.trains and share.group.role in roles)
+    role = "embedding" if at.job.shape.tied else "head"
+    trained = (share for share in at.held if share.trains and share.group.role == role)
+    return sum(share.parameters * at.types.grad / share.shards for share in trained)
 
 
-def block_bytes(at: Stage) -> float:
-    """Full weights of the largest block as they are gathered, in the compute type (small formats stay small)."""
-    sizes: dict[int, float] = {}
-    for item in at.held:
-        if item.group.layer is None or item.shards == 1:
-            continue
-        stored = item.parameters * 2 if item.trains else weight_bytes(at.job, at.policy, item)
-        sizes[item.group.layer] = sizes.get(item.group.layer, 0.0) + stored + item.adapters * 2
-    return max(sizes.values(), default=0.0)
-
-
-def gathered_bytes(at: Stage, *, layers: float) -> float:
-    """Weights that FSDP or ZeRO-3 has gathered: some blocks, and the root unit with embedding and head."""
-    if at.job.layout.sharding not in FULLY_SHARDED:
-        return 0.0
-    value = block_bytes(at) * min(layers, len(at.work))
-    if at.policy.gathers_root:
-        value += sum(item.parameters * 2 for item in at.held if item.group.layer is None and item.shards > 1)
-    return value
-
-
-def flight_bytes(at: Stage) -> float:
-    """Unsharded gradients of the block at work, on their way to the ranks that own them."""
-    if at.job.layout.sharding not in FULLY_SHARDED:
-        return 0.0
-    sizes: dict[int, float] = {}
-    for item in at.held:
-        if item.group.layer is not None and item.shards > 1:
-            count = item.parameters if item.trains else item.adapters
-            sizes[item.group.layer] = sizes.get(item.group.layer, 0.0) + count
-    return max(sizes.values(), default=0.0) * (2 + at.policy.reduce_bytes)
-
-
-def dequantised_bytes(at: Stage) -> float:
-    """The largest matrix of a block in the compute type, where weights are stored in few bits."""
-    job = at.job
-    if job.storage in ("bf16", "fp32") or job.method == "full":
-        return 0.0
-    largest = 0.0
-    for item in at.held:
-        if item.group.layer is None:
-            continue
-        divisor = item.group.parameters / max(item.parameters, 1)
-        for linear in item.group.linears:
-            if item.group.role == EXPERTS and not job.quantized_experts:
-                continue
-            one = linear.copies if item.group.role == EXPERTS and at.policy.experts == "loop" else 1
-            largest = max(largest, linear.weights / divisor / one)
-    return 2 * largest
+def step_parts(at: Stage) -> list[Part]:
+    """Gradients, optimizer state and the temporaries of the update."""
+    parts = resident_parts(at)
+    if not at.types.grad_persists and not at.job.step_in_backward:
+        parts.append(part("gradients", at.states.grads, at.states.grads_formula))
+    temporary = 0.0 if at.job.step_in_backward else at.states.step
+    group = min(at.policy.step_group_bytes, 4 * at.states.updated_count)
+    parts.append(part("optimizer temporaries", max(temporary, group)))
+    return parts

@@ -26,7 +26,7 @@ class Op:
     keeps: float = 0.0
     """Saved by the forward pass for this operation's backward."""
     product: float = 0.0
-    """Of `keeps`: outputs of matrix products and attention, which per-op checkpointing keeps too."""
+    """What per-op checkpointing keeps of it: attention's output and every second matrix product (torchtitan)."""
     grads: float = 0.0
     """Gradients and temporaries alive while its backward runs, without the residual's gradient."""
     recomputed_by: tuple[str, ...] = ()
@@ -50,6 +50,7 @@ class LayerWork:
 def layer_work(job: Job, policy: Policy, layer: Layer) -> LayerWork:
     ops = [*attention_ops(job, policy, layer.attention), *mlp_ops(job, policy, layer.mlp)]
     residual_grad = policy.residual_bytes(job) * job.shape.hidden * job.shape.residual_streams / sequence_split(job)
+    ops.append(Op(name="other", keeps=policy.kept_extra * job.shape.hidden / sequence_split(job)))
     alive, peak, at = 0.0, 0.0, "none"
     for op in ops:
         alive += op.keeps
@@ -81,7 +82,7 @@ def trains(job: Job, role: TensorRole) -> bool:
 def norm_op(job: Job, policy: Policy, name: str, width: float) -> Op:
     """RMSNorm or LayerNorm. Eager ones upcast: the fp32 input is kept, five fp32 temporaries live in its backward."""
     b = policy.activation_bytes
-    if policy.norm == "eager":
+    if policy.norm_style(job) == "eager":
         trained = b * width if trains(job, "norms") else 0.0
         return Op(name=name, keeps=FP32 * width + trained + FP32, grads=5 * FP32 * width)
     return Op(name=name, keeps=policy.residual_bytes(job) * width + FP32, grads=2 * b * width)
@@ -92,15 +93,22 @@ def input_bytes(job: Job, policy: Policy, role: TensorRole, width: float, module
     b = policy.activation_bytes
     if trains(job, role):
         return b * width
+    stored = quantized_input_bytes(job, policy, role) * width
     adapters = [names for names in modules if adapted(job, role, *names)]
     if not adapters or job.adapter is None:
-        return 0.0
+        return stored
     inner = b * job.adapter.rank * len(adapters)
     if job.adapter.dropout:
-        return len(adapters) * (policy.adapter_input_bytes + 1) * width + inner
+        return stored + len(adapters) * (policy.adapter_input_bytes + 1) * width + inner
     if policy.adapter_copies_input:
-        return len(adapters) * policy.adapter_input_bytes * width + inner
-    return b * width + inner
+        return stored + len(adapters) * policy.adapter_input_bytes * width + inner
+    return stored + b * width + inner
+
+
+def quantized_input_bytes(job: Job, policy: Policy, role: TensorRole) -> float:
+    if job.storage in ("bf16", "fp32") or (role == "routed_experts" and not job.quantized_experts):
+        return 0.0
+    return policy.quantized_input_bytes
 
 
 def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list[Op]:
@@ -132,7 +140,7 @@ def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list
         Op(
             name="attention",
             keeps=core_keeps + scores,
-            product=b * (q + kv + o) * 1.0,
+            product=b * (q + kv / 2 + o),
             grads=b * (q + kv + o) + policy.attention_workspace_bytes * q + score_grads,
         ),
         Op(name="output projection", keeps=max(0.0, out_input - shared), grads=b * o),
@@ -154,7 +162,7 @@ def latent_bytes(job: Job, policy: Policy, attention: Attention) -> float:
     if attention.kv_rank is None:
         return 0.0
     rank = (attention.q_rank or 0) + attention.kv_rank
-    per_element = policy.activation_bytes * 2 + (FP32 if policy.norm == "eager" else policy.activation_bytes)
+    per_element = policy.activation_bytes * 2 + (FP32 if policy.norm_style(job) == "eager" else policy.activation_bytes)
     return per_element * rank
 
 
@@ -218,12 +226,13 @@ def gated_ops(
     if visits == 1.0 and sequence_split(job) > 1:
         entry /= tp
     gates = matrices - 1
-    if policy.mlp == "fused":
+    out = b * h / sequence_split(job)
+    if policy.mlp_style(job) == "fused":
         extra = down if trains(job, role) and policy.keeps_product else 0.0
         return [
             Op(name=f"{name} in", keeps=entry, grads=gates * b * i + 2 * b * h / sequence_split(job)),
-            Op(name=f"{name} activation", keeps=gates * b * i, product=gates * b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), grads=b * i),
+            Op(name=f"{name} activation", keeps=gates * b * i, product=b * i, grads=2 * b * i),
+            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=b * i),
         ]
     if gates == 1:
         return [
@@ -234,8 +243,8 @@ def gated_ops(
     return [
         Op(name=f"{name} in", keeps=entry, grads=2 * b * i + 2 * b * h / sequence_split(job)),
         Op(name=f"{name} activation", keeps=b * i, product=b * i, grads=3 * b * i),
-        Op(name=f"{name} gate", keeps=2 * b * i, product=b * i, grads=3 * b * i),
-        Op(name=f"{name} down", keeps=down, grads=b * i),
+        Op(name=f"{name} gate", keeps=2 * b * i, grads=3 * b * i),
+        Op(name=f"{name} down", keeps=down, product=out, grads=b * i),
     ]
 
 

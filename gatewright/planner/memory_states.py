@@ -32,29 +32,30 @@ def stage_layers(job: Job, stage: int) -> range:
     return range(start, start + small + (stage < more))
 
 
-def shares(job: Job, stage: int) -> list[Share]:
+def shares(job: Job, policy: Policy, stage: int) -> list[Share]:
     """What the ranks of one pipeline stage hold, tensor group by tensor group; MTP layers are left out."""
     layers = stage_layers(job, stage)
     first, last = stage == 0, stage == job.layout.pp - 1
     held: list[Share] = []
     for group in job.shape.groups:
-        if group.role in ("mtp", "vision"):
+        if group.role == "mtp":
             continue
         outside = group.layer is None
         if not outside and group.layer not in layers:
             continue
-        if outside and not (first if group.role == "embedding" else last):
+        if outside and not (first if group.role in ("embedding", "vision") else last):
             tied_head = group.role == "embedding" and job.shape.tied and last
             if not tied_head:
                 continue
-        held.append(share(job, group))
+        held.append(share(job, policy, group))
     return held
 
 
-def share(job: Job, group: TensorGroup) -> Share:
+def share(job: Job, policy: Policy, group: TensorGroup) -> Share:
     layout = job.layout
     if group.role == EXPERTS:
-        divisor, shards = layout.ep * layout.etp, layout.expert_shards
+        divisor = layout.ep * layout.etp
+        shards = 1 if policy.fsdp_skips_experts and layout.ep > 1 else layout.expert_shards
     else:
         divisor, shards = (1 if group.role in REPLICATED_UNDER_TP else layout.tp), layout.shards
     adapters = adapter_parameters(job, group)
@@ -84,7 +85,7 @@ def adapter_parameters(job: Job, group: TensorGroup) -> int:
 def weight_bytes(job: Job, policy: Policy, part: Share) -> float:
     """Stored weights of one share, before ZeRO or FSDP divides them."""
     if part.trains:
-        return part.parameters * policy.full.weight
+        return part.parameters * policy.trained(job).weight
     quantized = part.matrices if quantizes(job, part.group) else 0.0
     plain = BYTES_PER_WEIGHT["fp32" if job.storage == "fp32" else "bf16"]
     storage = "nf4_double" if job.storage == "nf4" and policy.double_quant else job.storage
@@ -120,55 +121,73 @@ def optimizer_bytes(job: Job, types: Types) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes on one rank."""
+    """Bytes on one rank, offloaded states left out; counts are parameters."""
 
-    frozen_weights: float
-    trained_weights: float
-    adapters: float
-    grads: float
-    optimizer: float
-    step: float
+    frozen_weights: float = 0.0
+    trained_weights: float = 0.0
+    adapters: float = 0.0
+    grads: float = 0.0
+    optimizer: float = 0.0
+    step: float = 0.0
     """Temporaries of the optimizer step."""
-    adapter_count: float
-    trained_count: float
+    plain_weights: float = 0.0
+    """The trained weights once more, frozen and in bf16: a reference model."""
+    whole_weights: float = 0.0
+    """All weights of the stage before they are sharded."""
+    adapter_count: float = 0.0
+    updated_count: float = 0.0
     """Trained parameters that this rank updates."""
+    frozen_formula: str = ""
+    trained_formula: str = ""
+    grads_formula: str = ""
+    optimizer_formula: str = ""
 
 
 def states(job: Job, policy: Policy, held: list[Share]) -> States:
-    """Sums over the tensor groups; offloaded states count nothing."""
-    frozen = trained = adapters = grads = optimizer = step = adapter_count = trained_count = 0.0
-    zero = job.layout.sharding != "none"
+    """Sums over the tensor groups."""
+    frozen = trained = adapters = grads = optimizer = step = whole = plain = adapter_count = updated = 0.0
+    trained_count = frozen_count = 0.0
+    zero = job.layout.sharding not in ("none", "pipeline_naive")
     for part in held:
-        weights = weight_bytes(job, policy, part) / weight_shards(job, part)
-        types, count = (policy.full, part.parameters) if part.trains else (policy.adapter, part.adapters)
-        adapter_count += part.adapters
+        weights = weight_bytes(job, policy, part)
+        stored = weights / weight_shards(job, part)
+        types = policy.trained(job) if part.trains else policy.adapter
+        count = part.parameters if part.trains else part.adapters
+        own = count / (part.shards if zero else 1)
+        whole += weights
         if part.trains:
-            trained += weights
+            trained += stored
+            plain += part.parameters * 2 / weight_shards(job, part)
+            trained_count += part.parameters
         else:
-            frozen += weights
+            frozen += 0.0 if "experts" in job.offload and part.group.role == EXPERTS else stored
+            frozen_count += part.parameters
             adapters += count * types.weight / weight_shards(job, part)
-        if not (part.trains or part.adapters):
-            continue
-        updated = count / (part.shards if zero else 1)
-        trained_count += updated
+            adapter_count += count
+        updated += own
         grads += count * types.grad / grad_shards(job, part)
-        optimizer += updated * optimizer_bytes(job, types)
-        step += updated * types.step
-    if "weights" in job.offload:
-        frozen = trained = 0.0
-    if "experts" in job.offload:
-        frozen -= sum(
-            weight_bytes(job, policy, part) / weight_shards(job, part) for part in held if part.group.role == EXPERTS
-        )
-    if "optimizer" in job.offload:
-        optimizer = step = 0.0
+        optimizer += own * optimizer_bytes(job, types)
+        step += own * types.step if job.optimizer == "adamw" else 0.0
+    on_host = "weights" in job.offload
+    no_state = "optimizer" in job.offload
+    types = policy.trained(job)
     return States(
-        frozen_weights=max(0.0, frozen),
-        trained_weights=trained,
+        frozen_weights=0.0 if on_host else frozen,
+        trained_weights=0.0 if on_host else trained,
         adapters=adapters,
-        grads=grads,
-        optimizer=optimizer,
-        step=step,
+        grads=0.0 if on_host and no_state else grads,
+        optimizer=0.0 if no_state else optimizer,
+        step=0.0 if no_state else step,
+        plain_weights=plain,
+        whole_weights=whole,
         adapter_count=adapter_count,
-        trained_count=trained_count,
+        updated_count=updated,
+        frozen_formula=f"{frozen_count:,.0f} parameters held in {job.storage}",
+        trained_formula=f"{trained_count:,.0f} × {types.weight:g} B / {shards_text(job)}",
+        grads_formula=f"{trained_count + adapter_count:,.0f} × {types.grad:g} B",
+        optimizer_formula=f"{updated:,.0f} × {optimizer_bytes(job, types):g} B",
     )
+
+
+def shards_text(job: Job) -> str:
+    return str(job.layout.shards if job.layout.sharding in ("zero3", "fsdp1", "fsdp2") else 1)

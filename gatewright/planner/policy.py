@@ -35,6 +35,8 @@ class Policy:
     title: str
     source: str
     full: Types = field(default_factory=Types)
+    full_sharded: Types | None = None
+    """Types of full fine-tuning under FSDP where they differ (accelerate keeps fp32 flat parameters)."""
     adapter: Types = field(default_factory=lambda: Types(weight=4, grad=4, moment=4))
     activation_bytes: int = 2
     norm: Literal["eager", "fused"] = "eager"
@@ -69,6 +71,16 @@ class Policy:
     """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
     gathers_root: bool = True
     """Embedding and head stay gathered from the forward to the end of the backward pass."""
+    fsdp_skips_experts: bool = False
+    """Experts are divided by EP alone, FSDP leaves them whole."""
+    accumulates_unsharded: bool = False
+    """Between micro-batches FSDP keeps gradients unsharded (no_sync)."""
+    loads_whole_model: bool = False
+    """FSDP ranks read the whole checkpoint onto the device before they keep their shard."""
+    quantized_input_bytes: float = 0
+    """Of each element of a 4-bit linear's input that it keeps though its weight is frozen."""
+    kept_extra: float = 0
+    """Bytes a block keeps beside what the operations here account for, in units of the hidden width."""
     frozen_fsdp_keeps_grads: bool = False
     """FSDP1 with frozen parameters keeps the gradient of every block's input to the end of the backward pass."""
     reduce_bytes: float = 4
@@ -76,18 +88,42 @@ class Policy:
     bucket_parameters: int = 0
     """Parameters of one communication bucket (DDP, DeepSpeed)."""
     buckets: int = 2
+    step_group_bytes: float = 0
+    """fp32 gradients of one DeepSpeed sub-group (sub_group_size, 1e9 parameters) during the step."""
+    live_parameters: int = 0
+    """ZeRO-3 keeps at most so many gathered parameters (stage3_max_live_parameters)."""
     transient_reserve: float = 0.1
-    """Reserved beyond allocated, as a share of what is not resident."""
-    fixed_reserve_bytes: int = 0
+    """Reserved beyond allocated, as a share of what comes and goes within a step."""
+    resident_reserve: float = 0.02
+    """Reserved beyond allocated, as a share of what stays."""
+    reserves_grads: bool = False
+    """The last step's gradients leave segments that the larger activations cannot use."""
     context_bytes: int = 550_000_000
     communicator_bytes: int = 400_000_000
     interval: tuple[float, float] = (0.9, 1.15)
+    """Low and high, as shares of the estimate."""
     interval_moe: tuple[float, float] = (0.8, 1.3)
+    reserve_slack: float = 0.1
+    """Added to the high end where the metric is reserved or device."""
     aliases: tuple[str, ...] = ()
 
     def residual_bytes(self, job: Job) -> int:
         upcast = job.method == "qlora" and self.fp32_residual_with_4bit and job.layout.shards == 1
         return 4 if upcast else self.activation_bytes
+
+    def norm_style(self, job: Job) -> str:
+        return "fused" if job.compiled else self.norm
+
+    def mlp_style(self, job: Job) -> str:
+        return "fused" if job.compiled else self.mlp
+
+    def trained(self, job: Job) -> Types:
+        """Types of the parameters that this job trains."""
+        if job.method != "full":
+            return self.adapter
+        if self.full_sharded is not None and job.layout.sharding in ("fsdp1", "fsdp2"):
+            return self.full_sharded
+        return self.full
 
     def repeats_kv(self, job: Job) -> bool:
         return "*" in self.repeats_kv_families or job.shape.family in self.repeats_kv_families
@@ -95,6 +131,8 @@ class Policy:
     def loss_bytes_per_logit(self, job: Job) -> float:
         if job.loss in ("full", "fused") and job.shape.family in self.bf16_logits_families:
             return self.loss_bytes[f"{job.loss}_bf16"]
+        if job.compiled and job.loss == "full":
+            return self.loss_bytes.get("full_compiled", self.loss_bytes["full"])
         return self.loss_bytes[job.loss]
 
 
@@ -110,7 +148,7 @@ def build(key: str, rows: dict[str, dict[str, Any]]) -> Policy:
     values = inherited(key, rows)
     known = {item.name for item in fields(Policy)}
     arguments: dict[str, Any] = {name: value for name, value in values.items() if name in known}
-    for name in ("full", "adapter"):
+    for name in ("full", "full_sharded", "adapter"):
         if name in arguments:
             arguments[name] = Types(**arguments[name])
     for name in ("repeats_kv_families", "bf16_logits_families", "interval", "interval_moe", "aliases"):

@@ -1,0 +1,51 @@
+"""The benchmark's documents: long-tailed lengths, and text with something to learn in it."""
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import NormalDist
+
+MEDIAN_TOKENS = 300
+P99_TOKENS = 4096
+SHORTEST_TOKENS = 8
+
+
+def long_tailed_lengths(documents: int, *, seed: int) -> list[int]:
+    """Lengths in tokens, shuffled: the (i + ½)/n quantiles of a lognormal with the median and p99 above, clipped at p99.
+
+    Quantiles instead of random draws, so that a few dozen documents have the distribution's shape and no luck in them.
+    """
+    normal = NormalDist()
+    sigma = math.log(P99_TOKENS / MEDIAN_TOKENS) / normal.inv_cdf(0.99)
+    quantiles = [normal.inv_cdf((i + 0.5) / documents) for i in range(documents)]
+    lengths = [round(MEDIAN_TOKENS * math.exp(sigma * z)) for z in quantiles]
+    lengths = [min(max(n, SHORTEST_TOKENS), P99_TOKENS) for n in lengths]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def word_documents(lengths: list[int], *, vocabulary: list[str], end: str, seed: int) -> list[str]:
+    """One text a length, of that many words, the last of them `end`.
+
+    Words follow Zipf's law, and with probability ½ a word is the successor that its predecessor always has: a model
+    can learn both, so that the loss has a course to compare.
+    """
+    draw = random.Random(seed)
+    successor = vocabulary[:]
+    draw.shuffle(successor)
+    follows = dict(zip(vocabulary, successor, strict=True))
+    weights = [1.0 / rank for rank in range(1, len(vocabulary) + 1)]
+    texts = []
+    for length in lengths:
+        fresh = draw.choices(vocabulary, weights, k=length)
+        words = fresh[:1]
+        for word in fresh[1:]:
+            words.append(follows[words[-1]] if draw.random() < 0.5 else word)
+        texts.append(" ".join([*words[: length - 1], end]))
+    return texts
+
+
+def write_texts(path: Path, texts: list[str]) -> None:
+    """JSON lines of {"text": …}."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")

@@ -1,0 +1,79 @@
+"""What communication keeps on a rank: gathered weights, unsharded gradients, buckets; and dequantised weights."""
+
+from collections.abc import Callable
+
+from gatewright.planner.job import Job
+from gatewright.planner.memory_states import EXPERTS, Share, weight_bytes
+from gatewright.planner.policy import Policy
+
+FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
+COMPUTE_BYTES = 2
+
+
+def largest_block(held: list[Share], size: Callable[[Share], float]) -> float:
+    """Sum of `size` over the sharded tensor groups of a block, for the block with the most."""
+    sums: dict[int, float] = {}
+    for item in held:
+        if item.group.layer is not None and item.shards > 1:
+            sums[item.group.layer] = sums.get(item.group.layer, 0.0) + size(item)
+    return max(sums.values(), default=0.0)
+
+
+def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
+    """Full weights of one tensor group as they travel: the compute type, small formats as they are stored."""
+    stored = item.parameters * COMPUTE_BYTES if item.trains else weight_bytes(job, policy, item)
+    return stored + item.adapters * COMPUTE_BYTES
+
+
+def gathered_bytes(job: Job, policy: Policy, held: list[Share], *, blocks: float) -> float:
+    """Weights that FSDP or ZeRO-3 has gathered: some blocks, and the root unit with embedding and head."""
+    if job.layout.sharding not in FULLY_SHARDED:
+        return 0.0
+    block = largest_block(held, lambda item: gathered_weight(job, policy, item))
+    root = sum(
+        gathered_weight(job, policy, item) for item in held if item.group.layer is None and item.shards > 1
+    )
+    value = block * blocks + (root if policy.gathers_root else 0.0)
+    if policy.live_parameters:
+        everything = sum(gathered_weight(job, policy, item) for item in held if item.shards > 1)
+        return min(everything, max(value, policy.live_parameters * COMPUTE_BYTES))
+    return value
+
+
+def flight_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+    """Unsharded gradients of the block at work, on their way to the ranks that own them."""
+    if job.layout.sharding not in FULLY_SHARDED:
+        return 0.0
+    count = largest_block(held, lambda item: item.parameters if item.trains else item.adapters)
+    return count * (COMPUTE_BYTES + policy.reduce_bytes)
+
+
+def unsharded_grads(job: Job, policy: Policy, held: list[Share]) -> float:
+    """Gradients that are whole on every rank between micro-batches."""
+    types = policy.trained(job)
+    if job.layout.sharding not in FULLY_SHARDED:
+        return 0.0
+    return sum((item.parameters if item.trains else item.adapters) * types.grad for item in held)
+
+
+def bucket_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+    """Flat buffers in which DDP or DeepSpeed reduces gradients."""
+    if job.layout.dp * job.layout.cp == 1 or job.layout.sharding in ("fsdp1", "fsdp2", "pipeline_naive"):
+        return 0.0
+    trained = sum(item.parameters if item.trains else item.adapters for item in held)
+    return policy.buckets * min(policy.bucket_parameters, trained) * policy.trained(job).grad
+
+
+def dequantised_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+    """The largest matrix of a block in the compute type, where weights are stored in few bits."""
+    if job.storage in ("bf16", "fp32") or job.method == "full":
+        return 0.0
+    largest = 0.0
+    for item in held:
+        if item.group.layer is None or (item.group.role == EXPERTS and not job.quantized_experts):
+            continue
+        divisor = item.group.parameters / max(item.parameters, 1)
+        for linear in item.group.linears:
+            one = linear.copies if item.group.role == EXPERTS and policy.experts == "loop" else 1
+            largest = max(largest, linear.weights / divisor / one)
+    return COMPUTE_BYTES * largest
