@@ -85,11 +85,11 @@ def _sentence(fault: _Fault, written: Document) -> tuple[str, str | None]:
         return f"this section is missing; it needs {_and(key.required)}", None
     if fault.kind == "absent":
         return f"missing; wanted {key.wanted}{_meaning(key)}", None
-    value = _value(fault.path, written.value)
+    value, spot = _value(fault.path, written.value), written.spots[fault.path]
     if value is None and key.keys:
         remedy = f"it needs {_and(key.required)}" if key.required else "write a key below it, or take it away"
         return f"this section is empty; {remedy}", None
-    return f"got {_got(fault.path, value, written)}, wanted {key.wanted}{_change(value, key, written, fault)}", None
+    return f"got {_got(value, spot)}, wanted {key.wanted}{_change(value, spot, key)}", None
 
 
 def _value(path: KeyPath, value: Any) -> object:
@@ -98,17 +98,17 @@ def _value(path: KeyPath, value: Any) -> object:
     return value
 
 
-def _got(path: KeyPath, value: object, written: Document) -> str:
-    spot = written.spots.get(path)
+def _got(value: object, spot: Spot) -> str:
     if value is None:
         return "nothing"
-    if spot is None or spot.text is None:
+    if spot.text is None:
         return describe(value)
     text = spot.text if len(spot.text) <= MAX_SHOWN else f"{spot.text[:MAX_SHOWN]}…"
     return f'"{text}"' if spot.quoted else text
 
 
 def describe(value: object) -> str:
+    """The kind of a value: a section, a list, or the one value it is."""
     if isinstance(value, dict):
         return f"a section (keys: {', '.join(islice(map(str, value), 6))})" if value else "an empty section"
     if isinstance(value, list):
@@ -116,9 +116,8 @@ def describe(value: object) -> str:
     return f"only {value!r}" if isinstance(value, str) else f"only {value}"
 
 
-def _change(value: object, key: Key, written: Document, fault: _Fault) -> str:
+def _change(value: object, spot: Spot, key: Key) -> str:
     """The last part of the sentence: what to write instead, where that can be known."""
-    spot = written.spots.get(fault.path, Spot(_place(fault.path, written)))
     numeric = key.kinds & {"integer", "number"}
     if isinstance(value, str):
         plain = plain_value(value)
@@ -133,7 +132,7 @@ def _change(value: object, key: Key, written: Document, fault: _Fault) -> str:
         if key.kinds == {"array"}:
             return f"; write [{value}]"
         return _meaning(key) if "such as" in key.wanted else ""
-    if isinstance(value, float) and "integer" in key.kinds and value == int(value):
+    if isinstance(value, float) and "integer" in key.kinds and value.is_integer() and abs(value) < 1e15:
         return f"; write {int(value)}"
     if spot.text is not None and "string" in key.kinds and not key.choices and not numeric:
         fits = not key.patterns or any(re.search(pattern, spot.text) for pattern in key.patterns)
