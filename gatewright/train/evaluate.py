@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatewright.data.loader import Loader
-from gatewright.data.store import DocumentView
+from gatewright.data.view import DocumentView
 from gatewright.model import attention
 from gatewright.model.head import Head
 from gatewright.spec.event import Evaluated

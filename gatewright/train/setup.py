@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatewright.data.loader import Loader
-from gatewright.data.store import DocumentView, TokenStore, build_store
+from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
+from gatewright.data.view import DocumentView
 from gatewright.model.adapters import add_adapters, train_everything
 from gatewright.model.attention import choose_kernel
 from gatewright.model.experts import find_experts
@@ -93,7 +94,7 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
     if per_step is None:
         per_step = max(1, round(run.train.tokens_per_step / float(view.lengths.mean())))
-    loader = Loader(view, plan, packs_per_step=per_step)
+    loader = Loader(view=view, plan=plan, packs_per_step=per_step)
     steps = run.train.steps or -(-run.train.epochs * plan.packs_per_epoch // per_step)
     log(_describe_data("train", run.data.train, run, view, plan))
 
@@ -102,7 +103,7 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
         held_out_store = _store(run, run.evaluate.data, renderer, vocab_size)
         held_out_view = held_out_store.limit(view.max_tokens, run.data.overlong)
         held_out_plan = EpochPlan(held_out_view.lengths, capacity=capacity, seed=0, pack=run.data.pack)
-        held_out = Loader(held_out_view, held_out_plan, packs_per_step=1)
+        held_out = Loader(view=held_out_view, plan=held_out_plan, packs_per_step=1)
         questions = questions_of(held_out_view, count=run.evaluate.exact_match or 0)
         log(_describe_data("evaluate", run.evaluate.data, run, held_out_view, held_out_plan))
 
