@@ -50,7 +50,7 @@ def mtp_blocks(config: Config) -> list[Block]:
     inner = block(config, kind=SLIDING)
     joint = group("mtp", linear("e_proj", hidden, hidden), linear("h_proj", hidden, hidden))
     groups = (*inner.groups, joint, norms(hidden, count=3), hyper_head(config))
-    return [Block(layer=inner.layer, groups=groups)] * config.count("num_nextn_predict_layers")
+    return [Block(layer=inner.layer, groups=groups)] * config.mtp_layers
 
 
 def block(config: Config, *, kind: str) -> Block:

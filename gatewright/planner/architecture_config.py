@@ -11,6 +11,7 @@ from gatewright.spec.errors import ModelError
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Ten times the largest config.json we know of; anything bigger is some other file."""
 LAYER_LIMIT = 10_000
+MTP_LIMIT = 64
 SIZE_LIMIT = 2**40
 
 DEFAULTS = Path(__file__).parent.parent / "catalog" / "config_defaults.json"
@@ -52,6 +53,12 @@ def family_defaults() -> dict[str, dict[str, Any]]:
     """What transformers fills in, by model_type."""
     families: dict[str, dict[str, Any]] = json.loads(DEFAULTS.read_bytes())["families"]
     return families
+
+
+def shown(value: object) -> str:
+    """A value from the file, short enough for a sentence."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 class Config:
@@ -103,7 +110,7 @@ class Config:
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {key} is {value!r}, wanted true or false.")
+            raise ModelError(f"{self.where}: {key} is {shown(value)}, wanted true or false.")
         return value
 
     def text(self, key: str) -> str | None:
@@ -116,7 +123,7 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, list):
-            raise ModelError(f"{self.where}: {key} is {value!r}, wanted a list of integers.")
+            raise ModelError(f"{self.where}: {key} is {shown(value)}, wanted a list of integers.")
         return [self._integer(key, entry, least=0, limit=LAYER_LIMIT) for entry in value]
 
     def per_layer(self, key: str, *, allowed: tuple[str, ...]) -> list[str] | None:
@@ -125,12 +132,18 @@ class Config:
         if value is None:
             return None
         if not isinstance(value, list) or len(value) < self.layers:
-            got = len(value) if isinstance(value, list) else repr(value)
+            got = len(value) if isinstance(value, list) else shown(value)
             raise ModelError(f"{self.where}: {key} has {got} entries, wanted one for each of {self.layers} layers.")
         for word in value:
             if word not in allowed:
-                raise ModelError(f"{self.where}: {key} holds {word!r}, wanted one of {', '.join(allowed)}.")
+                raise ModelError(f"{self.where}: {key} holds {shown(word)}, wanted one of {', '.join(allowed)}.")
         return value[: self.layers]
+
+    @property
+    def mtp_layers(self) -> int:
+        """Multi-token-prediction blocks in the checkpoint."""
+        value = self.get("num_nextn_predict_layers")
+        return 0 if value is None else self._integer("num_nextn_predict_layers", value, least=0, limit=MTP_LIMIT)
 
     @property
     def layers(self) -> int:
@@ -172,7 +185,7 @@ class Config:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"{self.where}: {key} is {str(value)[:40]!r}, wanted an integer.")
+            raise ModelError(f"{self.where}: {key} is {shown(value)}, wanted an integer.")
         if not least <= value <= limit:
-            raise ModelError(f"{self.where}: {key} is {str(value)[:40]}, wanted {least} to {limit:,}.")
+            raise ModelError(f"{self.where}: {key} is {shown(value)}, wanted {least} to {limit:,}.")
         return value

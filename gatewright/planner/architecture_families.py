@@ -177,7 +177,7 @@ def build_delta(config: Config, shape: ModelShape) -> ModelShape:
     fused = config.family == "qwen3_next"
     experts = {"qwen3_next": QWEN_SHARED, "qwen3_5_moe_text": replace(QWEN_SHARED, layers=grouped.every_layer)}
     traits = Traits(experts=experts.get(config.family))
-    count = 1 if fused else config.count("num_nextn_predict_layers")
+    count = 1 if fused else config.mtp_layers
     return assemble(
         shape,
         blocks=hybrid.delta_blocks(config, traits, fused=fused),
@@ -209,7 +209,7 @@ def joined_mtp(config: Config, shape: ModelShape, block: Block) -> list[Block]:
     """
     hidden = shape.hidden
     joint = group("mtp", linear("eh_proj", 2 * hidden, hidden), extra=2 * shape.vocab * hidden)
-    count = config.count("num_nextn_predict_layers")
+    count = config.mtp_layers
     return [Block(layer=block.layer, groups=(*block.groups, joint, norms(hidden, count=3)))] * count
 
 

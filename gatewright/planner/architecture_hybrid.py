@@ -1,5 +1,7 @@
 """Decoders that mix attention with linear recurrences: Qwen3-Next/3.5, MiniMax, Kimi Linear, Granite 4, Nemotron-H."""
 
+from typing import Any
+
 from gatewright.planner.architecture_config import Config
 from gatewright.planner.architecture_grouped import (
     FULL,
@@ -129,32 +131,38 @@ def lightning_block(config: Config, traits: Traits) -> Block:
 
 
 def kimi_blocks(config: Config, traits: Traits) -> list[Block]:
-    nested = config.get("linear_attn_config")
-    linear_config = nested if isinstance(nested, dict) else {}
+    nested = linear_settings(config)
     default = [MIXERS[not (layer and layer % 4 == 0)] for layer in range(config.layers)]
-    if "full_attn_layers" in linear_config and "kda_layers" in linear_config:
-        full_layers = set(linear_config["full_attn_layers"])
+    full_layers = nested.integers("full_attn_layers")
+    if full_layers is not None:
         default = [MIXERS[layer + 1 not in full_layers] for layer in range(config.layers)]
     experts = Experts(layers=after_dense_layers, shared_width=shared_by_count)
     sparse = after_dense_layers(config)
     blocks = []
     for kind, moe in zip(mixers(config, default=default), sparse, strict=True):
-        attention, mixing = kimi_delta(config, linear_config) if kind == LINEAR_ATTENTION else latent_attention(config)
+        attention, mixing = kimi_delta(config, nested) if kind == LINEAR_ATTENTION else latent_attention(config)
         mlp, parts = sparse_mlp(config, experts) if moe else dense_mlp(config, traits)
         layer = Layer(attention=attention, mlp=mlp)
         blocks.append(Block(layer=layer, groups=(mixing, *parts, norms(config.hidden, count=2))))
     return blocks
 
 
-def kimi_delta(config: Config, linear_config: dict[str, object]) -> tuple[Attention, TensorGroup]:
-    nested = Config({**config.values, **linear_config}, family=config.family, where=config.where)
-    width = nested.size("head_dim") if "head_dim" in linear_config else config.size("linear_head_dim")
-    heads = nested.size("num_heads") if "num_heads" in linear_config else config.size("linear_num_heads")
-    taps = (
-        nested.size("short_conv_kernel_size")
-        if "short_conv_kernel_size" in linear_config
-        else config.size("linear_conv_kernel_dim")
-    )
+def linear_settings(config: Config) -> Config:
+    """The config with the entries of linear_attn_config in front; it counts layers from 1."""
+    nested = config.get("linear_attn_config")
+    own: dict[str, Any] = nested if isinstance(nested, dict) else {}
+    renamed = {
+        "head_dim": "linear_head_dim",
+        "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    }
+    values: dict[str, Any] = {renamed.get(key, key): value for key, value in own.items()}
+    return Config({**config.values, **values}, family=config.family, where=config.where)
+
+
+def kimi_delta(config: Config, nested: Config) -> tuple[Attention, TensorGroup]:
+    heads, width = nested.size("linear_num_heads"), nested.size("linear_head_dim")
+    taps = nested.size("linear_conv_kernel_dim")
     hidden, inner = config.hidden, heads * width
     attention = Attention(
         kind="linear", heads=heads, kv_heads=heads, qk_dim=width, v_dim=width, gated=True, conv_kernel=taps

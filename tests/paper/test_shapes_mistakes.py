@@ -66,6 +66,30 @@ def test_unknown_family_names_the_nearest_and_offers_the_rehearsal() -> None:
     assert "--simulate" in str(caught.value)
 
 
+JUNK: list[Any] = [
+    *(None, True, 0, -1, 3, 10**12, 10**400, 1.5, float("nan"), float("inf")),
+    *("", "x", "M" * 200, [], [1], ["x"], [[1]] * 200, ["full_attention"] * 200, {}, {"a": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V4-Flash", "Kimi-Linear-48B-A3B-Base", "GLM-5.2", "Nemotron-3-Nano-30B-A3B", "gemma-3-4b-pt"]
+)
+def test_any_value_of_any_key_gives_a_shape_or_a_sentence(name: str) -> None:
+    config = find_model(name).config
+    for outer, value in config.items():
+        inner = value if isinstance(value, dict) else {}
+        for junk in JUNK:
+            for changed in ({outer: junk}, *({outer: {**inner, key: junk}} for key in inner)):
+                try:
+                    shape = read_shape({**config, **changed})
+                except ModelError as error:
+                    assert len(str(error)) < 800
+                else:
+                    assert shape.parameters > 0
+                    assert min(group.parameters for group in shape.groups) >= 0
+
+
 @pytest.mark.parametrize("cut", [0, 1, 40, 300])
 def test_config_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "config.json"
