@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gatewright.data.store import DocumentView
+from gatewright.data.view import DocumentView
 
 IGNORED = -100
 

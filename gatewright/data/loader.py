@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gatewright.data.batch import Batch, make_batch
-from gatewright.data.store import DocumentView
+from gatewright.data.view import DocumentView
 from gatewright.packing.epoch import EpochPlan
 
 

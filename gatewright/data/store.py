@@ -12,6 +12,7 @@ Rows are kept whole: a limit on their length is a view (`TokenStore.limit`), so 
 
 import hashlib
 import json
+import re
 import shutil
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class TokenStore:
         rows = np.flatnonzero((lengths_N >= MIN_TOKENS) & (self.target_counts_N > 0))
         if not len(rows):
             raise DataError(self._nothing_to_learn())
-        at_most = max_tokens if isinstance(max_tokens, int) else percentile(lengths_N[rows], float(max_tokens[1:]))
+        at_most = _at_most(max_tokens, lengths_N[rows])
 
         def view(policy: Policy) -> DocumentView:
             return limit_rows(
@@ -116,6 +117,15 @@ class TokenStore:
         )
 
 
+def _at_most(max_tokens: int | str, lengths_N: IntArray) -> int:
+    if isinstance(max_tokens, int):
+        return max_tokens
+    percent = re.fullmatch(r"p(\d+(?:\.\d+)?)", max_tokens)
+    if not percent or float(percent[1]) > 100:
+        raise DataError(f"max_tokens is {max_tokens!r}; wanted a number of tokens, or a percentile such as p99")
+    return percentile(lengths_N, float(percent[1]))
+
+
 def build_store(
     source: Path, *, renderer: Renderer, root: Path, vocab_size: int, console: Console | None = None
 ) -> TokenStore:
@@ -131,13 +141,13 @@ def build_store(
         parts = [str(STORE_VERSION), _content_hash(files, progress), renderer.fingerprint]
         fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         place = root / f"{source.name.split('.')[0]}-{fingerprint[:16]}"
-        store = _open(place, fingerprint)
+        store = _open(place, fingerprint, source, files)
         if not store:
             shutil.rmtree(place, ignore_errors=True)  # One that was damaged.
             with written_whole(place) as folder:
-                facts = {"version": STORE_VERSION, "fingerprint": fingerprint, "source": str(source)}
+                facts = {"version": STORE_VERSION, "fingerprint": fingerprint}
                 _write_rows(source, renderer, folder, facts, vocab_size=vocab_size, progress=progress)
-            store = _open(place, fingerprint)
+            store = _open(place, fingerprint, source, files)
     assert store, "a store that was just written can be opened"
     if store.highest_token >= vocab_size:
         raise DataError(_vocabulary_too_small(store.highest_token, vocab_size, renderer, store.source))
@@ -147,11 +157,12 @@ def build_store(
 def _write_rows(
     source: Path, renderer: Renderer, folder: Path, facts: dict[str, object], *, vocab_size: int, progress: Progress
 ) -> None:
-    total = sum(file.stat().st_size for file in source_files(source))
+    files = source_files(source)
+    total = sum(file.stat().st_size for file in files)
     bar = progress.add_task(f"tokens of {source.name}", total=total)
     rows = read_rows(source, on_read=lambda count: progress.advance(bar, count))
     highest = 0
-    with StoreWriter(folder, vocab_size=vocab_size) as writer:
+    with StoreWriter(folder, files=files, vocab_size=vocab_size) as writer:
         while batch := list(islice(rows, ROWS_AT_ONCE)):
             for row, document in zip(batch, renderer.documents(batch), strict=True):
                 highest = max(highest, max(document.tokens, default=0))
@@ -161,8 +172,11 @@ def _write_rows(
         writer.finish(**facts, highest_token=highest)
 
 
-def _open(folder: Path, fingerprint: str) -> TokenStore | None:
-    """The store in that folder, if it is one of this fingerprint and its files have their sizes."""
+def _open(folder: Path, fingerprint: str, source: Path, files: list[Path]) -> TokenStore | None:
+    """The store in that folder, if it is one of this fingerprint and its files have their sizes.
+
+    The source may have had another name when it was written: the names given now count.
+    """
     try:
         facts = json.loads((folder / "store.json").read_bytes())
         if facts["fingerprint"] != fingerprint:
@@ -179,8 +193,8 @@ def _open(folder: Path, fingerprint: str) -> TokenStore | None:
         return TokenStore(
             folder=folder,
             fingerprint=fingerprint,
-            source=facts["source"],
-            sources=[(file, first) for file, first in facts["sources"]],
+            source=str(source),
+            sources=[(str(files[number]), first) for number, first in facts["first_rows"]],
             highest_token=facts["highest_token"],
             straddling_tokens=facts["straddling_tokens"],
             dropped_reasoning=facts["dropped_reasoning"],
@@ -190,7 +204,7 @@ def _open(folder: Path, fingerprint: str) -> TokenStore | None:
             target_counts_N=np.array(arrays["counts"]),
             lines_N=arrays["lines"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
 

@@ -16,18 +16,19 @@ from gatewright.data.rows import Place
 from gatewright.data.template import Document
 from gatewright.spec.errors import DataError, RunFailed
 
-
 FILES = ("tokens", "targets", "offsets", "counts", "lines")
 
 
 class StoreWriter:
     """Appends documents to the binary files of one folder; a context manager that closes them."""
 
-    def __init__(self, folder: Path, *, vocab_size: int) -> None:
+    def __init__(self, folder: Path, *, files: list[Path], vocab_size: int) -> None:
+        """`files` are those that the documents will come from."""
         self.folder = folder
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.documents = self.tokens = self.straddling_tokens = self.dropped_reasoning = 0
-        self._sources: list[tuple[str, int]] = []
+        self._numbers = {str(file): number for number, file in enumerate(files)}
+        self._first_rows: dict[int, int] = {}
         self._open = ExitStack()
         self._files = {name: self._open.enter_context((folder / f"{name}.bin").open("wb")) for name in FILES}
         self._append("offsets", 0)
@@ -40,8 +41,7 @@ class StoreWriter:
 
     def add(self, document: Document, place: Place) -> None:
         """Appends one document."""
-        if not self._sources or self._sources[-1][0] != place.file:
-            self._sources.append((place.file, self.documents))
+        self._first_rows.setdefault(self._numbers[place.file], self.documents)
         is_target = np.array(document.is_target, bool)
         self.documents += 1
         self.tokens += len(document.tokens)
@@ -62,7 +62,7 @@ class StoreWriter:
             "dtype": self.dtype.name,
             "straddling_tokens": self.straddling_tokens,
             "dropped_reasoning": self.dropped_reasoning,
-            "sources": self._sources,
+            "first_rows": list(self._first_rows.items()),
         }
         (self.folder / "store.json").write_text(json.dumps(facts | counted, indent=1) + "\n")
 
@@ -81,6 +81,7 @@ def written_whole(place: Path) -> Iterator[Path]:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(place)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
         try:
@@ -104,9 +105,9 @@ def written_whole(place: Path) -> Iterator[Path]:
 def _remove_orphans(place: Path) -> None:
     """Removes what processes of this machine that were killed while writing `place` have left."""
     prefix = f".partial-{place.name}-{socket.gethostname()}-"
-    for left in place.parent.glob(f"{prefix}*"):
+    for left in place.parent.iterdir():
         writer = left.name.removeprefix(prefix)
-        if writer.isdigit() and not _is_running(int(writer)):
+        if left.name.startswith(prefix) and writer.isdigit() and not _is_running(int(writer)):
             shutil.rmtree(left, ignore_errors=True)
 
 
