@@ -4,7 +4,7 @@ import csv
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measured_models import find_shape
@@ -23,13 +23,15 @@ from gatewright.planner.job import (
     Storage,
 )
 from gatewright.spec.plan import Metric
-from gatewright.spec.shape import TensorRole
+from gatewright.spec.shape import ROLES, ModelShape, TensorGroup, TensorRole
 
 ROWS = Path(__file__).parent / "data" / "measured_memory.csv"
 CAP_FILL = 0.6
 """Longest of several samples padded together, as a share of the length cap, where a row only states the cap."""
 PADDING_FREE_FILL = 0.15
 """Mean sample as a share of the cap, where a micro-batch holds its samples without padding."""
+VISION_PARAMETERS = 0.6e9
+"""Of an image tower, where the row does not state the total (Qwen2.5-VL: 0.68e9, SigLIP: 0.43e9)."""
 HELLASWAG_TOKENS = 144
 """Longest of a batch of 32: the data's mean is 79 tokens."""
 
@@ -136,7 +138,7 @@ def job_of(fields: dict[str, str]) -> Job:
     rows, tokens = batch_of(fields)
     preference = fields["task"] in ("dpo", "simpo", "kto") and fields["packing"] != "packing"
     return Job(
-        shape=found.shape,
+        shape=beside(found.shape, fields),
         method=method,
         framework=policy_of(fields),
         adapter=None if method == "full" else adapter_of(fields),
@@ -157,8 +159,23 @@ def job_of(fields: dict[str, str]) -> Job:
         offload=offload_of(fields["offload"] + fields["grad_ckpt"] + fields["optimizer"]),
         reference_model=fields["task"] in ("dpo", "kto", "gkd") and method == "full",
         preference=preference,
+        distillation=fields["task"] == "gkd",
         imbalance=1.15 if number(fields["ep"], 1) > 1 else 1.0,
     )
+
+
+def beside(shape: ModelShape, fields: dict[str, str]) -> ModelShape:
+    """The language model with what stands beside it: an image or audio tower, or the small part that trains."""
+    trained = re.search(r"([0-9.]+)B trainable", fields["method"])
+    if trained:
+        extra = float(trained[1]) * 1e9
+    elif "vlm" in fields["arch"] or "omni" in fields["model"].lower():
+        stated = number(fields["total_params_b"], 0) * 1e9 - shape.parameters
+        extra = stated if 0 < stated < 0.3 * shape.parameters else VISION_PARAMETERS
+    else:
+        return shape
+    tower = TensorGroup(role="vision", layer=None, parameters=round(extra))
+    return replace(shape, groups=(tower, *shape.groups))
 
 
 POLICIES = (
@@ -184,7 +201,7 @@ def policy_of(fields: dict[str, str]) -> str:
     key = next((key for pattern, key in POLICIES if re.search(pattern, name)), "hf")
     if key == "fms":
         return fms_policy(fields)
-    if key == "torchtitan" and "_202412_" in fields["source"]:
+    if key == "torchtitan" and re.search("_202412_|float8nocompile", fields["source"]):
         return "torchtitan-2024"
     if key == "hf" and "peft" in name and "method_comparison" in name:
         return "peft"
@@ -210,6 +227,8 @@ def method_of(fields: dict[str, str]) -> Method:
 
 
 def frozen_of(fields: dict[str, str]) -> frozenset[TensorRole]:
+    if "rest frozen" in fields["method"]:
+        return frozenset(ROLES) - {"vision"}
     if "vision frozen" in fields["method"]:
         return frozenset({"vision"})
     return frozenset()
@@ -299,7 +318,7 @@ def checkpointing_of(fields: dict[str, str]) -> Checkpointing:
         return "per_op"  # the default of its configs
     if "every 2nd" in text:
         return "alternate"
-    if text.startswith(("none", "expert-fc1")):
+    if text.startswith(("none", "expert-fc1", "recipe")):
         return "none"
     if recompute_of(text) or re.search(r"selective ?(\(core_attn\)|\[\]|core_attn)", text):
         return "none"

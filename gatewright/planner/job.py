@@ -122,6 +122,8 @@ class Job:
     """DPO and kin with full fine-tuning keep a second, frozen copy."""
     preference: bool = False
     """Chosen and rejected rows go through together: two rows a sample."""
+    distillation: bool = False
+    """A teacher's logits stand beside the student's at the loss."""
     imbalance: float = 1.0
     """Tokens of the busiest expert rank over the mean (expert parallelism)."""
     mtp_layers: int = 0

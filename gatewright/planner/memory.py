@@ -117,7 +117,7 @@ def weight_parts(at: Stage) -> list[Part]:
         part("frozen weights", states.frozen_weights, states.frozen_formula),
         part("trained weights", states.trained_weights, states.trained_formula),
         part("reference model", reference),
-        part("adapters", states.adapters, f"{states.adapter_count:,.0f} × {at.policy.adapter.weight:g} B"),
+        part("adapters", states.adapters, f"{states.adapter_count:,.0f} × {at.types.weight:g} B"),
     ]
 
 
@@ -186,6 +186,8 @@ def logits_parts(at: Stage) -> list[Part]:
     per_logit = policy.loss_bytes_per_logit(job)
     if shape.logit_softcap and job.loss != "linear":
         per_logit += 2 * policy.activation_bytes
+    if job.distillation:
+        per_logit *= 2
     h, b = shape.hidden / sequence_split(job), policy.activation_bytes
     head = (4 if policy.norm_style(job) == "eager" else 0) * h + 2 * b * h
     parts = [
@@ -253,6 +255,7 @@ def step_parts(at: Stage) -> list[Part]:
     if not at.types.grad_persists and not at.job.step_in_backward:
         parts.append(part("gradients", at.states.grads, at.states.grads_formula))
     temporary = 0.0 if at.job.step_in_backward else at.states.step
-    group = min(at.policy.step_group_bytes, 4 * at.states.updated_count)
+    grouped = at.job.layout.sharding in ("zero1", "zero2", "zero3") and at.types.master > 0
+    group = min(at.policy.step_group_bytes, 4 * at.states.updated_count) if grouped else 0.0
     parts.append(part("optimizer temporaries", max(temporary, group)))
     return parts

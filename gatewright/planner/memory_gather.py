@@ -30,14 +30,10 @@ def gathered_bytes(job: Job, policy: Policy, held: list[Share], *, blocks: float
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
     block = largest_block(held, lambda item: gathered_weight(job, policy, item))
-    root = sum(
-        gathered_weight(job, policy, item) for item in held if item.group.layer is None and item.shards > 1
-    )
-    value = block * blocks + (root if policy.gathers_root else 0.0)
-    if policy.live_parameters:
-        everything = sum(gathered_weight(job, policy, item) for item in held if item.shards > 1)
-        return min(everything, max(value, policy.live_parameters * COMPUTE_BYTES))
-    return value
+    outside = [gathered_weight(job, policy, item) for item in held if item.group.layer is None and item.shards > 1]
+    if job.layout.sharding == "zero3":  # modules are released after use, embedding and head too
+        return max([block * blocks, *outside])
+    return block * blocks + sum(outside)
 
 
 def flight_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
@@ -59,6 +55,8 @@ def unsharded_grads(job: Job, policy: Policy, held: list[Share]) -> float:
 def bucket_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
     """Flat buffers in which DDP or DeepSpeed reduces gradients."""
     if job.layout.dp * job.layout.cp == 1 or job.layout.sharding in ("fsdp1", "fsdp2", "pipeline_naive"):
+        return 0.0
+    if job.layout.sharding == "none" and job.method != "full":
         return 0.0
     trained = sum(item.parameters if item.trains else item.adapters for item in held)
     return policy.buckets * min(policy.bucket_parameters, trained) * policy.trained(job).grad

@@ -85,7 +85,8 @@ def norm_op(job: Job, policy: Policy, name: str, width: float) -> Op:
     if policy.norm_style(job) == "eager":
         trained = b * width if trains(job, "norms") else 0.0
         return Op(name=name, keeps=FP32 * width + trained + FP32, grads=5 * FP32 * width)
-    return Op(name=name, keeps=policy.residual_bytes(job) * width + FP32, grads=2 * b * width)
+    residual = policy.residual_bytes(job) * width
+    return Op(name=name, keeps=residual + FP32, grads=2 * b * width)
 
 
 def input_bytes(job: Job, policy: Policy, role: TensorRole, width: float, modules: Iterable[tuple[str, ...]]) -> float:
@@ -135,7 +136,7 @@ def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list
     shared = b * o if trains(job, "attention") or (out_input and not policy.adapter_copies_input) else 0.0
     return [
         norm,
-        Op(name="qkv projections", keeps=entry + latent, product=latent, grads=b * (q + kv) + 2 * b * h),
+        Op(name="qkv projections", keeps=entry + latent, grads=b * (q + kv) + 2 * b * h),
         Op(name="query and key norms, rotary", keeps=qk_norm, grads=2 * b * (q + kv) + 2 * qk_norm),
         Op(
             name="attention",
@@ -176,27 +177,26 @@ def score_bytes(job: Job, policy: Policy, attention: Attention) -> tuple[float, 
 
 
 def linear_attention_ops(job: Job, policy: Policy, attention: Attention) -> list[Op]:
-    """Gated delta rule: convolved q k v, gates, chunk states, output and its gated norm."""
+    """Gated delta rule and state-space layers with fused kernels: the projections, the convolution's output, the
+    result and its gated norm are kept, chunk states are recomputed."""
     b, tp = policy.activation_bytes, job.layout.tp
     h = job.shape.hidden / sequence_split(job)
     qk = 2 * attention.kv_heads * attention.qk_dim / tp
     v = attention.heads * attention.v_dim / tp
-    expanded = 2 * attention.heads * attention.qk_dim / tp
-    modules = [("in_proj_qkvz", "in_proj_qkv"), ("in_proj_ba",), ("in_proj_z",)]
-    entry = input_bytes(job, policy, "linear_attention", job.shape.hidden, modules)
+    entry = input_bytes(job, policy, "linear_attention", h, DELTA_INPUTS)
+    upcast = FP32 * v if policy.norm_style(job) == "eager" else 0.0
+    out_input = input_bytes(job, policy, "linear_attention", v, [("out_proj", "o_proj")])
     return [
         norm_op(job, policy, "attention norm", h),
         Op(name="input projections", keeps=entry, grads=b * (qk + 2 * v) + 2 * b * h),
-        Op(name="convolution", keeps=2 * b * (qk + v), product=b * (qk + v), grads=2 * b * (qk + v)),
-        Op(
-            name="delta rule",
-            keeps=b * (expanded + 2 * v) + policy.chunk_state_bytes * v,
-            product=b * (expanded + v),
-            grads=b * (expanded + 2 * v) + policy.chunk_state_bytes * v,
-        ),
-        Op(name="gated norm", keeps=b * 2 * v + FP32 * v, product=b * v, grads=3 * FP32 * v),
-        Op(name="output projection", keeps=b * v if trains(job, "linear_attention") else 0.0, grads=b * v),
+        Op(name="convolution", keeps=b * (qk + 2 * v), product=b * (qk + v), grads=2 * b * (qk + v)),
+        Op(name="delta rule", keeps=b * (qk + 2 * v), product=b * v, grads=2 * b * (qk + 2 * v)),
+        Op(name="gated norm", keeps=upcast, grads=2 * upcast + 2 * b * v),
+        Op(name="output projection", keeps=out_input, grads=b * v),
     ]
+
+
+DELTA_INPUTS = [("in_proj_qkvz", "in_proj_qkv", "in_proj"), ("in_proj_ba", "in_proj_b"), ("in_proj_z",), ("in_proj_a",)]
 
 
 def mlp_ops(job: Job, policy: Policy, mlp: Mlp | None) -> list[Op]:
@@ -205,11 +205,13 @@ def mlp_ops(job: Job, policy: Policy, mlp: Mlp | None) -> list[Op]:
     h = job.shape.hidden / sequence_split(job)
     norm = norm_op(job, policy, "mlp norm", h)
     if mlp.kind == "dense":
-        return [norm, *gated_ops(job, policy, "dense_mlp", width=mlp.width / job.layout.tp, matrices=mlp.matrices)]
+        ops = gated_ops(job, policy, "dense_mlp", width=mlp.width / job.layout.tp, matrices=mlp.matrices)
+        return [norm, *(replace(op, recomputed_by=("mlp",)) for op in ops)]
     shared: list[Op] = []
     if mlp.shared_width:
         width = mlp.shared_width / job.layout.tp
-        shared = gated_ops(job, policy, "shared_experts", width=width, matrices=mlp.matrices)
+        ops = gated_ops(job, policy, "shared_experts", width=width, matrices=mlp.matrices)
+        shared = [replace(op, recomputed_by=("moe",)) for op in ops]
     return [norm, router_op(job, policy, mlp), *shared, *expert_ops(job, policy, mlp)]
 
 
@@ -221,6 +223,7 @@ def gated_ops(
     i = width * visits
     h = job.shape.hidden * visits
     name = label or role.replace("_", " ")
+    act = ("moe_act",) if role == "routed_experts" else ()
     entry = input_bytes(job, policy, role, h, [("gate_proj", "gate_up_proj", "fc_1"), ("up_proj", "fc_2", "c_fc")])
     down = input_bytes(job, policy, role, i, [("down_proj", "proj", "c_proj")])
     if visits == 1.0 and sequence_split(job) > 1:
@@ -232,13 +235,13 @@ def gated_ops(
         return [
             Op(name=f"{name} in", keeps=entry, grads=gates * b * i + 2 * b * h / sequence_split(job)),
             Op(name=f"{name} activation", keeps=gates * b * i, product=b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=b * i),
+            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=b * i, recomputed_by=act),
         ]
     if gates == 1:
         return [
             Op(name=f"{name} in", keeps=entry, grads=b * i + b * h),
             Op(name=f"{name} activation", keeps=b * i, product=b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=down, grads=b * i),
+            Op(name=f"{name} down", keeps=down, grads=b * i, recomputed_by=act),
         ]
     return [
         Op(name=f"{name} in", keeps=entry, grads=2 * b * i + 2 * b * h / sequence_split(job)),
@@ -259,7 +262,6 @@ def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     b, layout = policy.activation_bytes, job.layout
     visits = mlp.top_k * job.imbalance / sequence_split(job)
     h = job.shape.hidden
-    trained = trains(job, "routed_experts") or adapted(job, "routed_experts", "gate_up_proj", "down_proj")
     inner = gated_ops(
         job,
         policy,
@@ -270,17 +272,15 @@ def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
         label="experts",
     )
     copies = 2 if layout.ep > 1 else 1
+    # Grouped matrix products are not on per-op checkpointing's list: nothing of the experts is kept by it.
+    inner = [replace(op, product=0.0) for op in inner]
     if policy.experts == "loop":
         inner = [replace(op, grads=op.grads / mlp.experts * LOOP_IMBALANCE) for op in inner]
-    dispatch = Op(
-        name="dispatch",
-        keeps=policy.dispatch_kept_copies * b * h * visits,
-        grads=copies * b * h * visits,
-    )
+    dispatch = Op(name="dispatch", grads=copies * b * h * visits)
     combine = Op(
         name="combine",
         keeps=b * h * visits * policy.combine_kept_copies,
-        product=b * h * visits if trained else 0.0,
         grads=(1 + copies) * b * h * visits,
     )
-    return [dispatch, *inner, combine]
+    ops = [dispatch, *inner, combine]
+    return [replace(op, recomputed_by=(*op.recomputed_by, "moe")) for op in ops]

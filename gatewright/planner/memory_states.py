@@ -151,7 +151,7 @@ def states(job: Job, policy: Policy, held: list[Share]) -> States:
     for part in held:
         weights = weight_bytes(job, policy, part)
         stored = weights / weight_shards(job, part)
-        types = policy.trained(job) if part.trains else policy.adapter
+        types = policy.trained(job)
         count = part.parameters if part.trains else part.adapters
         own = count / (part.shards if zero else 1)
         whole += weights

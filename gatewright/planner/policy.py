@@ -35,8 +35,8 @@ class Policy:
     title: str
     source: str
     full: Types = field(default_factory=Types)
-    full_sharded: Types | None = None
-    """Types of full fine-tuning under FSDP where they differ (accelerate keeps fp32 flat parameters)."""
+    sharded: dict[str, Types] = field(default_factory=dict)
+    """Types where an engine decides them: full_fsdp, full_zero, adapter_zero (DeepSpeed keeps fp32 masters)."""
     adapter: Types = field(default_factory=lambda: Types(weight=4, grad=4, moment=4))
     activation_bytes: int = 2
     norm: Literal["eager", "fused"] = "eager"
@@ -61,16 +61,13 @@ class Policy:
     """FlashAttention accumulates the query's gradient in fp32."""
     score_kept_bytes: float = 6
     score_grad_bytes: float = 8
-    chunk_state_bytes: float = 4
-    dispatch_kept_copies: float = 1
     combine_kept_copies: float = 1
+    """Experts' outputs kept for the gradient of their routing weights; 0 where weights are applied inside."""
     loss_bytes: dict[str, float] = field(default_factory=dict)
     """Bytes a logit of [tokens, vocab] at the loss, by loss kernel."""
     linear_loss_chunk_bytes: float = 0
     gathered_layers: float = 2
     """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
-    gathers_root: bool = True
-    """Embedding and head stay gathered from the forward to the end of the backward pass."""
     fsdp_skips_experts: bool = False
     """Experts are divided by EP alone, FSDP leaves them whole."""
     accumulates_unsharded: bool = False
@@ -90,8 +87,6 @@ class Policy:
     buckets: int = 2
     step_group_bytes: float = 0
     """fp32 gradients of one DeepSpeed sub-group (sub_group_size, 1e9 parameters) during the step."""
-    live_parameters: int = 0
-    """ZeRO-3 keeps at most so many gathered parameters (stage3_max_live_parameters)."""
     transient_reserve: float = 0.1
     """Reserved beyond allocated, as a share of what comes and goes within a step."""
     resident_reserve: float = 0.02
@@ -119,11 +114,10 @@ class Policy:
 
     def trained(self, job: Job) -> Types:
         """Types of the parameters that this job trains."""
-        if job.method != "full":
-            return self.adapter
-        if self.full_sharded is not None and job.layout.sharding in ("fsdp1", "fsdp2"):
-            return self.full_sharded
-        return self.full
+        kind = "full" if job.method == "full" else "adapter"
+        engine = {"fsdp1": "fsdp", "fsdp2": "fsdp", "zero1": "zero", "zero2": "zero", "zero3": "zero"}
+        types = self.sharded.get(f"{kind}_{engine.get(job.layout.sharding, 'none')}")
+        return types or (self.full if kind == "full" else self.adapter)
 
     def repeats_kv(self, job: Job) -> bool:
         return "*" in self.repeats_kv_families or job.shape.family in self.repeats_kv_families
@@ -148,9 +142,10 @@ def build(key: str, rows: dict[str, dict[str, Any]]) -> Policy:
     values = inherited(key, rows)
     known = {item.name for item in fields(Policy)}
     arguments: dict[str, Any] = {name: value for name, value in values.items() if name in known}
-    for name in ("full", "full_sharded", "adapter"):
+    for name in ("full", "adapter"):
         if name in arguments:
             arguments[name] = Types(**arguments[name])
+    arguments["sharded"] = {name: Types(**types) for name, types in arguments.get("sharded", {}).items()}
     for name in ("repeats_kv_families", "bf16_logits_families", "interval", "interval_moe", "aliases"):
         if name in arguments:
             arguments[name] = tuple(arguments[name])
