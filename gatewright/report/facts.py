@@ -1,11 +1,12 @@
 """What the report states, as labels and values in words: the text and the page show the same sentences."""
 
 import math
+from itertools import takewhile
 
 from gatewright.report import units
 from gatewright.report.loads import LayerLoad
 from gatewright.report.series import Series
-from gatewright.report.summary import Report, wilson_interval
+from gatewright.report.summary import Answer, Report, wilson_interval
 from gatewright.spec.event import DataLoaded, Evaluated, ModelLoaded
 
 Fact = tuple[str, str]
@@ -219,6 +220,14 @@ def coverage_row(row: dict[str, int | str | bool]) -> list[str]:
         units.count(int(trained)) if trained else "–",
         str(rank) if rank else "–",
     ]
+
+
+def shared_beginning(answers: list[Answer]) -> str:
+    """The whole lines with which every prompt begins, such as a system prompt; empty for one answer."""
+    if len(answers) < 2:
+        return ""
+    prompts = (answer.prompt.splitlines(keepends=True)[:-1] for answer in answers)
+    return "".join(lines[0] for lines in takewhile(lambda lines: len(set(lines)) == 1, zip(*prompts, strict=False)))
 
 
 def layer_note(layer: LayerLoad) -> str:

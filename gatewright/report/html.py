@@ -260,8 +260,12 @@ def _data(report: Report) -> str:
 def _answers(report: Report) -> str:
     if not report.answers:
         return ""
+    shared = facts.shared_beginning(report.answers)
+    begin = (
+        f"<details><summary>Every prompt begins with</summary><pre>{_clipped(shared)}</pre></details>" if shared else ""
+    )
     rows = "".join(
-        f"<tr><td>{_clipped(answer.prompt)}</td><td>{_clipped(answer.expected)}</td>"
+        f"<tr><td>{_clipped(answer.prompt[len(shared) :])}</td><td>{_clipped(answer.expected)}</td>"
         f"{_said(answer, answer.before)}{_said(answer, answer.after)}</tr>"
         for answer in report.answers
     )
@@ -269,6 +273,7 @@ def _answers(report: Report) -> str:
     return (
         '<p class="note">A few held-out rows, answered by greedy decoding before and after training.</p>'
         f'<div class="wide"><table class="answers"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f"{begin if shared else ''}"
     )
 
 
@@ -298,7 +303,7 @@ def _checkpoints(report: Report) -> str:
             units.count(save.step),
             units.memory(save.bytes),
             units.duration(save.seconds),
-            "best" if save.best else "",
+            "best" if save.step == report.best_step else "",
             save.path,
         ]
         for save in report.saves[-20:]

@@ -131,6 +131,11 @@ class Report:
         ]
 
     @property
+    def best_step(self) -> int | None:
+        """Step of the checkpoint with the lowest held-out loss; each was the best when it was saved."""
+        return max((save.step for save in self.saves if save.best), default=None)
+
+    @property
     def remaining_s(self) -> float:
         """Time that the steps still to do take at the median pace; NaN if unknown."""
         return max(0, self.steps_planned - self.steps_done) * self.totals.median_step_s

@@ -15,9 +15,11 @@ from gatewright.report.summary import Report
 
 WIDTH = 100
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CHART_COLUMNS = 64
+_CHART_COLUMNS = 48
+_HEAT_COLUMNS = 64
 _LAYERS_SHOWN = 16
 _EVALUATIONS_SHOWN = 8
+_ANSWERS_SHOWN = 3
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow"}
 
 
@@ -144,7 +146,7 @@ def _routing(report: Report, loads: Loads) -> list[RenderableType]:
     layers = list(loads.layers)
     worst_first = sorted(layers, key=lambda layer: (-len(layer.dead + layer.starved), -layer.max_load))[:_LAYERS_SHOWN]
     shown = [layer for layer in layers if layer in worst_first]
-    group = max(1, -(-len(layers[0].load) // _CHART_COLUMNS))
+    group = max(1, -(-len(layers[0].load) // _HEAT_COLUMNS))
     table = _table(["layer", "load by expert", "max", "CV", "dead", "starved"], words=["load by expert"])
     table.columns[1].no_wrap = True
     for layer in shown:
@@ -190,7 +192,7 @@ def _load_mark(load: float) -> str:
 def _checkpoints(report: Report) -> list[RenderableType]:
     table = _table(["step", "size", "time", "best", "path"], words=["path"])
     for save in report.saves[-6:]:
-        best = "best" if save.best else ""
+        best = "best" if save.step == report.best_step else ""
         table.add_row(units.count(save.step), units.memory(save.bytes), units.duration(save.seconds), best, save.path)
     hidden = len(report.saves) - 6
     note = Text(f"{units.plural(hidden, 'earlier checkpoint')} not shown", style="dim") if hidden > 0 else None
@@ -199,8 +201,9 @@ def _checkpoints(report: Report) -> list[RenderableType]:
 
 def _answers(report: Report) -> list[RenderableType]:
     content: list[RenderableType] = []
-    for answer in report.answers[:3]:
-        pairs = [("prompt", answer.prompt), ("expected", answer.expected)]
+    shared = len(facts.shared_beginning(report.answers))
+    for answer in report.answers[:_ANSWERS_SHOWN]:
+        pairs = [("prompt", answer.prompt[shared:]), ("expected", answer.expected)]
         pairs += [
             (when, said) for when, said in (("before", answer.before), ("after", answer.after)) if said is not None
         ]

@@ -83,6 +83,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The text on one line, cut to `length` characters with an ellipsis."""
+    """The text on one line, cut in its middle to `length` characters with an ellipsis."""
     line = " ".join(text.split())
-    return line if len(line) <= length else line[: length - 1] + "…"
+    head = length // 4
+    return line if len(line) <= length else f"{line[:head]} … {line[len(line) - (length - head - 3) :]}"

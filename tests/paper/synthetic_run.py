@@ -182,7 +182,7 @@ def whole_run(*, total: int = 120, layers: int = 12, experts: int = 4, seed: int
     ]
     half = total // 2
     events += steps(clock, 1, half, of=total, routing=routing, noise=noise)
-    events += [evaluated(clock, half, of=total, noise=noise, asked=0), saved(clock, half)]
+    events += [evaluated(clock, half, of=total, noise=noise, asked=0), saved(clock, half, best=True)]
     events += steps(clock, half + 1, total, of=total, routing=routing, noise=noise)
     events += [evaluated(clock, total, of=total, noise=noise), saved(clock, total, best=True)]
     return [*events, clock.event("stop", 0.1, step=total, reason="finished", detail="")]

@@ -84,4 +84,6 @@ def test_numbers_read_well() -> None:
     assert {part: units.share(part) for part in SHARES} == SHARES
     assert {size: units.memory(size) for size in SIZES} == SIZES
     assert {number: units.rounded_count(number) for number in COUNTS} == COUNTS
+    assert units.shorten("a\n  b", 20) == "a b"
+    assert units.shorten("x" * 40 + "yz", 20) == "xxxxx … xxxxxxxxxxyz"
     assert (units.plural(1, "step"), units.plural(2000, "step")) == ("1 step", "2,000 steps")

@@ -51,3 +51,18 @@ def test_long_words_and_markup_of_a_run_do_no_harm(tmp_path: Path) -> None:
     text = text_of(synthetic.write_run(tmp_path, events))
     assert "[bold]not markup[/bold]" in text
     assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_only_the_last_best_checkpoint_is_called_so(tmp_path: Path) -> None:
+    lines = text_of(synthetic.write_run(tmp_path, synthetic.whole_run())).splitlines()
+    assert [line.split()[0] for line in lines if " best " in line and "checkpoints/" in line] == ["120"]
+
+
+def test_what_every_prompt_begins_with_is_not_repeated(tmp_path: Path) -> None:
+    events = synthetic.whole_run()
+    for event in events:
+        for sample in event.get("samples", []):
+            sample["prompt"] = "<system>\nBe brief.\n<user>" + sample["prompt"]
+    text = text_of(synthetic.write_run(tmp_path, events))
+    assert "Be brief" not in text
+    assert "<user>What is 12 + 30?" in text
