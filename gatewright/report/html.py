@@ -157,7 +157,7 @@ def _loss(report: Report) -> str:
         note=_bucket_note(series),
     )
     training = f"<div><h3>Training</h3>{_facts(facts.training(report))}</div>"
-    return f'{chart}<div class="pair">{_held_out(report)}{training}</div>'
+    return f'{chart}<div class="pair words">{_held_out(report)}{training}</div>'
 
 
 def _held_out(report: Report) -> str:

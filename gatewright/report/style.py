@@ -168,7 +168,7 @@ _HEAT = """
 .qdead { fill: var(--ink) }
 .scale { display: flex; flex-wrap: wrap; gap: 6px 24px; align-items: center; margin: 4px 0 16px }
 .scale-note b { font-weight: 400; white-space: nowrap; margin-left: 12px }
-.ramp { position: relative; width: 260px; max-width: 100%; height: 12px; margin-bottom: 18px }
+.ramp { position: relative; width: 260px; max-width: 100%; height: 12px; margin: 0 8px 18px }
 .ramp span { position: absolute; top: 16px; transform: translateX(-50%); font-size: 12px; line-height: 1 }
 .ramp span { color: var(--soft); white-space: nowrap }
 .mark-key { width: 16px; height: 12px; vertical-align: -1px }
@@ -192,12 +192,13 @@ _NARROW = """
 
 _PRINT = """
 @media print {
-  main { max-width: none; padding: 0 }
+  main { max-width: none; padding: 0 16px 0 4px }
   body { font-size: 11pt }
   nav, summary { display: none }
   h2 { break-after: avoid }
   tr, .card { break-inside: avoid }
   .pair { grid-template-columns: 1fr 1fr; gap: 16px 24px }
+  .words { grid-template-columns: 1fr; gap: 0 }
   .wide, pre { overflow: visible; max-height: none }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact }
 }
