@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gatewright.data.marks import MarkedText, Marker, Shape, excerpt, shape_of
+from gatewright.data.marks import TAGS, MarkedText, Marker, Shape, excerpt, shape_of
 from gatewright.data.rows import Message
 
 Tools = list[dict[str, Any]] | None
@@ -73,21 +73,14 @@ class CutFinder:
     """Cuts of conversations under one chat template, remembered by the conversation's shape."""
 
     def __init__(
-        self,
-        render: Render,
-        *,
-        special_tokens: list[str],
-        added_tokens: list[str],
-        end_tokens: list[str],
-        kept: re.Pattern[str],
+        self, render: Render, *, special_tokens: list[str], end_tokens: list[str], kept: re.Pattern[str]
     ) -> None:
-        longest_first = sorted(special_tokens, key=len, reverse=True)
+        """`special_tokens` may end a turn, `end_tokens` stop generation, `kept` matches both and other such tokens."""
+        longest_first = sorted({*special_tokens} - {*TAGS}, key=len, reverse=True)
         self._render = render
         self._kept = kept
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._piece = re.compile(
-            f"({'|'.join(map(re.escape, [*sorted(added_tokens, key=len, reverse=True), chr(10)]))})"
-        )
+        self._piece = re.compile(rf"({kept.pattern}|\n)")
         self._end_tokens = end_tokens
         self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._literals: dict[tuple[object, ...], tuple[str, str]] = {}
@@ -162,8 +155,10 @@ class CutFinder:
             return len(written), ""
         if prompt.startswith(header):
             return 0, prompt[len(header) :]
+        # A prompt may open a block such as <think> that this turn does not have, or has empty; no more may differ.
         shared = self._shared(prompt, header)
-        if len(shared) > len(self._shared(prompt, unasked)):
+        opened = prompt[len(shared) :]
+        if not self._special.search(opened) and not self._kept.sub("", opened).strip():
             return len(header) - len(shared), ""
         raise turn.refused(f"the template writes {header!r} before it, but gives {prompt!r} as the prompt for it")
 

@@ -144,7 +144,7 @@ class Marker:
 def keep_pattern(added_tokens: list[str]) -> re.Pattern[str]:
     """Matches what stays in a content: tokens of the vocabulary that are no words, and tags that templates look for."""
     longest_first = sorted({*added_tokens, *TAGS}, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
 def words_of(message: Message, kept: re.Pattern[str]) -> list[tuple[int, str]]:
@@ -194,11 +194,11 @@ def _pieces(content: str | None, kept: re.Pattern[str]) -> list[tuple[bool, bool
     content = content or ""
     thought_ends = content.rfind(END_OF_THOUGHT)
     pieces, at = [], 0
-    for number, piece in enumerate(kept.split(content)):
-        if piece:
-            pieces.append((number % 2 == 1, at < thought_ends, piece))
-        at += len(piece)
-    return pieces
+    for match in [*kept.finditer(content), None]:
+        begin, end = match.span() if match else (len(content), len(content))
+        pieces += [(False, at < thought_ends, content[at:begin]), (True, begin < thought_ends, content[begin:end])]
+        at = end
+    return [piece for piece in pieces if piece[2]]
 
 
 def _replace(text: str, mark: str) -> str:

@@ -33,7 +33,7 @@ class Rendered:
     words: list[Span]
     """The part of each span that comes from the message and not from the template."""
     dropped_reasoning: int
-    """Turns whose reasoning the template left out because a later user message followed, as it does at inference."""
+    """Turns before the last whose reasoning the template left out, as such templates do at inference too."""
 
 
 class SpanFinder:
@@ -45,9 +45,7 @@ class SpanFinder:
         """Of the tokenizer's `added_tokens`, the `special_tokens` may end a turn, and `end_tokens` stop generation."""
         self._render = render
         self._kept = keep_pattern(added_tokens)
-        self._cuts = CutFinder(
-            render, special_tokens=special_tokens, added_tokens=added_tokens, end_tokens=end_tokens, kept=self._kept
-        )
+        self._cuts = CutFinder(render, special_tokens=special_tokens, end_tokens=end_tokens, kept=self._kept)
 
     def find(self, messages: list[Message], tools: Tools, *, trained_from: int = 0) -> Rendered:
         """The text of a conversation, and the span of each assistant turn from message `trained_from` on.
@@ -100,12 +98,12 @@ class SpanFinder:
         return [marked.before(k) for k in range(len(turns))] + [marked.tail]
 
     def _check_words(self, messages: list[Message], turn: int, text: str, span: Span) -> int:
-        """Makes sure that the words stand in the span as they are; 1 if reasoning was dropped that may be dropped."""
+        """Makes sure that the words stand in the span as they are; 1 if the reasoning of an earlier turn does not."""
         written, dropped = text[span.begin : span.end], 0
         for part, words in words_of(messages[turn], self._kept):
             if words in written:
                 continue
-            if part == REASONING and any(later["role"] == "user" for later in messages[turn + 1 :]):
+            if part == REASONING and any(later["role"] == "assistant" for later in messages[turn + 1 :]):
                 dropped = 1
                 continue
             what = "leaves out its reasoning" if part == REASONING else f"alters or leaves out its words {words[:40]!r}"

@@ -53,7 +53,7 @@ class TokenStore:
     straddling_tokens: int
     """Tokens that begin in a prompt and end in the model's words; they are no targets."""
     dropped_reasoning: int
-    """Turns whose reasoning the chat template left out because a user message follows later."""
+    """Turns, not last in their conversation, whose reasoning the chat template left out."""
     tokens_T: npt.NDArray[np.unsignedinteger[Any]] = field(repr=False)
     is_target_T: npt.NDArray[np.bool_] = field(repr=False)
     offsets_N1: IntArray = field(repr=False)

@@ -34,7 +34,7 @@ class Document:
     straddling_tokens: int = 0
     """Tokens that begin in the prompt and end in the model's words; they are no targets."""
     dropped_reasoning: int = 0
-    """Turns whose reasoning the chat template leaves out because a user message follows later."""
+    """Turns before the last whose reasoning the chat template leaves out."""
 
 
 class Renderer:
