@@ -75,7 +75,7 @@ class ExpertLora(nn.Module):
 
 def find_experts(model: nn.Module) -> dict[int, nn.Module]:
     """Layer index -> experts module, for each module that transformers runs through its experts interface."""
-    found = {}
+    found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if "is_transposed" in vars(module) and isinstance(
             module.__dict__["_parameters"].get("down_proj"), nn.Parameter

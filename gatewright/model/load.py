@@ -1,6 +1,7 @@
 """Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def routed_experts(config: PretrainedConfig) -> int:
     return max((values.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")), default=0)
 
 
-def _refuse_gaps(folder: Path, report: dict[str, object]) -> None:
+def _refuse_gaps(folder: Path, report: dict[str, Iterable[object]]) -> None:
     for key, meaning in (
         ("missing_keys", "are not in the files and would be random"),
         ("mismatched_keys", "have another shape than config.json says"),

@@ -1,7 +1,6 @@
 """Two proofs before step 1, on a few tokens: documents don't see each other, and our loss's logits are the model's."""
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from gatewright.data.batch import Batch

@@ -1,6 +1,7 @@
 """Everything a run needs, built in one fixed order: data, model, adapters, proofs, optimizer."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +91,10 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     store = _store(run, run.data.train, renderer, vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
     capacity = _micro_batch_tokens(run, view)
-    per_step = max(1, round(run.train.tokens_per_step / capacity)) if run.data.pack else None
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
-    if per_step is None:
-        per_step = max(1, round(run.train.tokens_per_step / float(view.lengths.mean())))
+    per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
     loader = Loader(view=view, plan=plan, packs_per_step=per_step)
-    steps = run.train.steps or -(-run.train.epochs * plan.packs_per_epoch // per_step)
+    steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)
     log(_describe_data("train", run.data.train, run, view, plan))
 
     held_out, questions = None, []

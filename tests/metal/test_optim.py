@@ -1,5 +1,7 @@
 """Learning-rate courses by their corner values, and an optimizer state that comes back to the bit."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def test_linear_falls_evenly() -> None:
     lrs = course(schedule="linear", warmup_steps=20)
     assert lrs[20] == 1.0
     assert lrs[60] == pytest.approx(0.5)
-    assert [round(a - b, 9) for a, b in zip(lrs[20:], lrs[21:], strict=False)] == [round(1 / 80, 9)] * 79
+    assert [round(a - b, 9) for a, b in pairwise(lrs[20:])] == [round(1 / 80, 9)] * 79
 
 
 def test_wsd_holds_and_then_decays() -> None:
@@ -56,7 +58,8 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 def test_decay_touches_matrices_only() -> None:
     optimizer = build_optimizer(trainable(model()), Train(tokens_per_step=1, steps=1, lr=0.1, weight_decay=0.5))
-    assert [(g["weight_decay"], {p.dim() for p in g["params"]}) for g in optimizer.param_groups] == [(0.5, {2}), (0.0, {1})]
+    groups = [(group["weight_decay"], {p.dim() for p in group["params"]}) for group in optimizer.param_groups]
+    assert groups == [(0.5, {2}), (0.0, {1})]
 
 
 def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened() -> None:

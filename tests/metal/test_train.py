@@ -10,7 +10,7 @@ from peft import PeftModel
 from rich.console import Console
 from torch.nn import functional as F
 
-from gatewright.data.batch import make_batch
+from gatewright.data.batch import Batch, make_batch
 from gatewright.model.adapters import save_adapter
 from gatewright.spec.run import Run
 from gatewright.train import loop
@@ -21,6 +21,11 @@ from gatewright.train.step import train_step
 
 def run_quietly(run: Run) -> int:
     return loop.train(run, console=Console(quiet=True))
+
+
+def documents_of(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, labels) of each document of a micro-batch."""
+    return list(zip(batch.tokens_T.split(batch.lengths), batch.labels_T.split(batch.lengths), strict=True))
 
 
 def plain_loop(run: Run, initial: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -36,7 +41,7 @@ def plain_loop(run: Run, initial: Path) -> tuple[list[float], dict[str, torch.Te
         targets = sum(batch.target_tokens for batch in batches)
         total = 0.0
         for batch in batches:
-            for tokens, labels in zip(batch.tokens_T.split(batch.lengths), batch.labels_T.split(batch.lengths), strict=True):
+            for tokens, labels in documents_of(batch):
                 logits = model(input_ids=tokens[None]).logits[0]
                 loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
                 loss.backward()
@@ -131,7 +136,7 @@ def test_full_fine_tuning_of_tied_embeddings_equals_a_plain_loop(tmp_path: Path)
     plain = tiny.load_plain(Path(run.model.path))
     targets = sum(batch.target_tokens for batch in batches)
     for batch in batches:
-        for tokens, labels in zip(batch.tokens_T.split(batch.lengths), batch.labels_T.split(batch.lengths), strict=True):
+        for tokens, labels in documents_of(batch):
             logits = plain(input_ids=tokens[None]).logits[0]
             (F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets).backward()
     wanted = dict(plain.named_parameters())
@@ -150,7 +155,8 @@ def test_held_out_loss_and_answers_are_measured_before_and_after(tmp_path: Path)
     assert [e["asked"] for e in evaluations] == [5, 0, 0, 5]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"] - 0.5
     sample = evaluations[-1]["samples"][0]
-    assert sample["prompt"].endswith("<|im_start|>assistant\n") and sample["expected"] in ("Yes.", *map(str, range(100)))
+    assert sample["prompt"].endswith("<|im_start|>assistant\n")
+    assert sample["expected"] in ("Yes.", *map(str, range(100)))
 
 
 def test_eight_bit_adam_trains_and_resumes(tmp_path: Path) -> None:
