@@ -97,6 +97,7 @@ def train(
     from gatewright.spec.read import read_run
 
     run = read_run(run_file, overrides or [])
+    _quiet_libraries()
 
     from gatewright.train.loop import train as train_run
 
@@ -128,6 +129,14 @@ def report(
         page = html or folder / "report.html"
         _write_whole(page, render_html(facts))
         console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _quiet_libraries() -> None:
+    """Keeps libraries from asking a hub, and from announcing kernels that a CPU does not need; before their import."""
+    import logging
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _run_folder(run: str) -> Path:

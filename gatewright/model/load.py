@@ -1,8 +1,8 @@
 """Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -35,6 +35,7 @@ def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Ker
             use_safetensors=True,
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that the report names them; they are refused below
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
@@ -115,16 +116,18 @@ def routed_experts(config: PretrainedConfig) -> int:
     return max((values.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")), default=0)
 
 
-def _refuse_gaps(folder: Path, report: dict[str, Iterable[object]]) -> None:
-    for key, meaning in (
-        ("missing_keys", "are not in the files and would be random"),
-        ("mismatched_keys", "have another shape than config.json says"),
-    ):
-        names = sorted(str(name) for name in report.get(key) or [])
-        if names:
-            raise ModelError(
-                f"{folder}: {len(names)} weights {meaning}, the first is {names[0]}; the folder is incomplete"
-            )
+def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{folder}: {len(missing)} weights of the architecture are not in its files and would be random, the first is "
+            f"{missing[0]}; the folder is incomplete"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, saved, wanted = mismatched[0]
+        raise ModelError(
+            f"{folder}: {len(mismatched)} weights have another shape than config.json says, the first is {name}: "
+            f"{tuple(saved)} in the file, {tuple(wanted)} by config.json; these files do not belong together"
+        )
 
 
 def _first_line(error: Exception) -> str:
