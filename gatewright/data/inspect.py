@@ -70,7 +70,8 @@ def _totals(store: TokenStore, view: DocumentView, model: str) -> Iterator[str]:
         ("left out", store.straddling_tokens, "tokens that hold the end of a prompt and the start of an answer"),
         ("left out", store.dropped_reasoning, "turns' reasoning, which the chat template does not write"),
     ]
-    yield f"{store.source} with the tokenizer of {model}"
+    yield store.source
+    yield f"in tokens of {model}"
     yield ""
     for name, count, meaning in rows:
         if count or name != "left out":

@@ -1,0 +1,94 @@
+"""The page of `gatewright data inspect`, and the tokenizer it reads."""
+
+import json
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers_made import make_tokenizer
+
+from gatewright.data.inspect import inspect_data
+from gatewright.data.tokenizer import load_tokenizer
+from gatewright.spec.errors import DataError, ModelError
+
+CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text()
+
+
+@pytest.fixture
+def place(tmp_path):
+    make_tokenizer(template=CHATML, folder=tmp_path / "model")
+    with (tmp_path / "chat.jsonl").open("w") as file:
+        for n in range(200):
+            answer = "one two three " * (1 + n * n // 400)
+            messages = [
+                {"role": "user", "content": f"Count [bold]{n}[/bold]."},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return tmp_path
+
+
+def page(place, *, colour=False, **options):
+    out = StringIO()
+    console = Console(file=out, width=100, force_terminal=colour, color_system="standard" if colour else None)
+    options = {"max_tokens": None, "capacity": None} | options
+    inspect_data(place / "chat.jsonl", model=str(place / "model"), console=console, root=place / "tokens", **options)
+    return out.getvalue()
+
+
+def test_page(place):
+    text = page(place, max_tokens=256, capacity=2048)
+    assert max(map(len, text.splitlines()[2:])) <= 100, "all but the paths in the first lines fit"
+    for needed in (
+        r"documents +200\n",
+        r"trained tokens +[\d,]+ +\d+\.\d%\n",
+        r"p50 [\d,]+ +p90 [\d,]+ +p99 [\d,]+ +max [\d,]+\n",
+        r"documents a batch +1 +2 +4 +8 +16 +32\n  padding +0\.0% +\d+\.\d%",
+        r"Packing into micro-batches of 2,048 tokens\n  \d+ packs, 9\d\.\d\d% full",
+        r"needs fewer than \d+ by the sum of tokens, \d+ by what fits together",
+        r"\n  256 +[1-9]\d* +[\d,]+ \(\d+\.\d%\) +\d+ +[\d,]+ \(\d+\.\d%\)\n",
+        r"p99 = [\d,]+ +2 ",
+    ):
+        assert re.search(needed, text), needed
+    assert "Count [bold]0[/bold].<|im_end|>\n<|im_start|>assistant\n⟦one two three <|im_end|>⟧" in text
+
+
+def test_colour_takes_the_place_of_marks(place):
+    text = page(place, colour=True)
+    assert "⟦" not in text and "\x1b[32mone two three" in text
+
+
+def test_a_capacity_below_the_longest_document(place):
+    assert re.search(r"impossible: the longest document has \d+ tokens", page(place, capacity=50))
+
+
+def test_the_beginning_of_a_long_document_is_shown(place):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one two three " * 1000}]
+    (place / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    assert re.search(r"… and [\d,]+ tokens more\n$", page(place))
+
+
+def test_wrong_requests(place):
+    with pytest.raises(DataError, match=r"max_tokens is 'p9x'"):
+        page(place, max_tokens="p9x")
+    (place / "chat.jsonl").unlink()
+    with pytest.raises(DataError, match=r"chat.jsonl: no such file"):
+        page(place)
+
+
+def test_tokenizers_that_cannot_be_read(tmp_path):
+    with pytest.raises(ModelError, match="never fetched from a hub"):
+        load_tokenizer(Path("Qwen/Qwen3-30B-A3B"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"no tokenizer can be read from it .*; it needs tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ModelError, match="no tokenizer can be read from it"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_survives_the_folder(tmp_path):
+    make_tokenizer(template=CHATML, folder=tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == CHATML
