@@ -131,6 +131,26 @@ def report(
         console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
 
 
+@app.command()
+def models() -> None:
+    """List the models of the catalogue, with their parameters and sizes."""
+    from rich.console import Console
+
+    from gatewright.planner.catalogue import models_table
+
+    Console().print(models_table())
+
+
+@app.command()
+def gpus() -> None:
+    """List the GPUs of the catalogue, with memory, rates and prices."""
+    from rich.console import Console
+
+    from gatewright.planner.catalogue import gpus_table
+
+    Console().print(gpus_table())
+
+
 def _quiet_libraries() -> None:
     """Keeps libraries from asking a hub, and from announcing kernels that a CPU does not need; before their import."""
     import logging

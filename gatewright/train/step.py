@@ -1,5 +1,6 @@
 """One optimizer step, top to bottom."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def train_step(
     grads = [p.grad for p in parameters.values() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
     grad_norm = norm.item()
-    if not (torch.isfinite(torch.tensor(mean_loss)) and torch.isfinite(norm)):
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         raise Diverged(f"loss {mean_loss}, gradient norm {grad_norm}")
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), clip_norm, norm)

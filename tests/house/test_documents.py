@@ -13,7 +13,7 @@ from tree import PACKAGE, ROOT, readme_with, render_tree
 from gatewright import __version__
 from gatewright.cli import EXTRAS, app
 
-VERBS = {"train", "report", "data inspect", "schema"}
+VERBS = {"train", "report", "data inspect", "schema", "models", "gpus"}
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
 
 
