@@ -111,6 +111,8 @@ def read_row(fields: dict[str, str]) -> Row:
 
 def metric_of(fields: dict[str, str]) -> Metric:
     text = fields["metric"].lower()
+    if "post-optimizer peak" in text or text.startswith("rank0 measured peak"):
+        return "allocated"
     if "nvidia-smi" in text or "works on" in text or text == "comment":
         return "device"
     if "allocated" in text or text in ("peak_vram_gb", "peak gpu (script)", "peak gpu"):
@@ -146,6 +148,7 @@ def job_of(fields: dict[str, str]) -> Job:
         storage=storage_of(fields["weight_dtype"], method),
         rows=rows,
         tokens_per_row=tokens,
+        token_range=token_range(fields),
         checkpointing=checkpointing_of(fields),
         recompute=recompute_of(fields["grad_ckpt"]),
         attention=attention_of(fields["attention"]),
@@ -201,6 +204,9 @@ def policy_of(fields: dict[str, str]) -> str:
     key = next((key for pattern, key in POLICIES if re.search(pattern, name)), "hf")
     if key == "fms":
         return fms_policy(fields)
+    recipe = name.startswith("megatron-bridge") and re.search(r"moonlight|deepseek-v3", fields["model"].lower())
+    if recipe or (key == "megatron" and "bf16 m,v + fp32 master" in fields["optim_state_dtype"]):
+        return "megatron-precision-aware"
     if key == "torchtitan" and re.search("_202412_|float8nocompile", fields["source"]):
         return "torchtitan-2024"
     if key == "hf" and "peft" in name and "method_comparison" in name:
@@ -310,6 +316,18 @@ def batch_of(fields: dict[str, str]) -> tuple[int, int]:
         fill = {"no": CAP_FILL, "padding_free": PADDING_FREE_FILL}.get(fields["packing"], CAP_FILL)
         return rows, max(1, int(tokens * (1.0 if rows == 1 else fill)))
     return rows, tokens
+
+
+def token_range(fields: dict[str, str]) -> tuple[int, int] | None:
+    """Where a row only states a cap on the length, or nothing: from a twentieth of it to all of it."""
+    known, text = fields["tokens_known"], fields["seq_len"]
+    packed = fields["packing"] in ("packing", "sample_packing", "fixed", "fixed length", "fixed?")
+    if "hellaswag" in text:
+        return HELLASWAG_TOKENS // 2, HELLASWAG_TOKENS * 3 // 2
+    if (known.startswith("no") and not packed) or not re.match(r"\s*\d", text):
+        cap = int(number(text.replace(",", ""), 2048)) if re.search(r"\d{3}", text) else 2048
+        return max(1, cap // 20), cap
+    return None
 
 
 def checkpointing_of(fields: dict[str, str]) -> Checkpointing:

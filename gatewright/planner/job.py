@@ -101,6 +101,8 @@ class Job:
     rows: int = 1
     tokens_per_row: int = 4096
     """Length of one row of the micro-batch, before CP divides it."""
+    token_range: tuple[int, int] | None = None
+    """Shortest and longest row to expect where tokens_per_row is only likely: unpacked data under a cap."""
     attention_tokens: int | None = None
     """Length of one document where packing isolates documents; None: the row."""
     checkpointing: Checkpointing = "full"

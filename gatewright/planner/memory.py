@@ -1,6 +1,6 @@
 """Memory of the most loaded rank: the maximum over the phases of a training step, each phase with its parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gatewright.planner.job import Job
 from gatewright.planner.memory_gather import bucket_bytes, dequantised_bytes, flight_bytes, gathered_bytes, unsharded_grads
@@ -8,7 +8,7 @@ from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_spli
 from gatewright.planner.memory_reserve import intervals
 from gatewright.planner.memory_states import Share, States, shares, stage_layers, states
 from gatewright.planner.policy import Policy, Types, find_policy
-from gatewright.spec.plan import MemoryEstimate, Part, Phase, PhaseName
+from gatewright.spec.plan import Interval, MemoryEstimate, Metric, Part, Phase, PhaseName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,34 @@ def estimate_memory(job: Job, *, stage: int | None = None) -> MemoryEstimate:
     judged = [phases_of(read_stage(job, policy, end)) for end in ends]
     phases, resident = max(judged, key=lambda item: max(phase.bytes for phase in item[0]))
     allocated, reserved, device = intervals(job, policy, phases, resident)
-    return MemoryEstimate(
+    estimate = MemoryEstimate(
         phases=phases,
         resident_bytes=resident,
         allocated=allocated,
         reserved=reserved,
         device=device,
         framework=policy.key,
+    )
+    return estimate if job.token_range is None else over_lengths(estimate, job, stage=stage)
+
+
+def over_lengths(estimate: MemoryEstimate, job: Job, *, stage: int | None) -> MemoryEstimate:
+    """The estimate with its intervals stretched to the shortest and the longest rows that may come."""
+    assert job.token_range is not None
+    short, long = (
+        estimate_memory(replace(job, tokens_per_row=tokens, token_range=None), stage=stage)
+        for tokens in job.token_range
+    )
+
+    def stretched(metric: Metric) -> Interval:
+        return replace(
+            estimate.by_metric(metric),
+            low_bytes=short.by_metric(metric).low_bytes,
+            high_bytes=long.by_metric(metric).high_bytes,
+        )
+
+    return replace(
+        estimate, allocated=stretched("allocated"), reserved=stretched("reserved"), device=stretched("device")
     )
 
 

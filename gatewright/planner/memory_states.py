@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer state of one rank: what each parallel dimension divides, and what it replicates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gatewright.planner.job import BYTES_PER_WEIGHT, Job
 from gatewright.planner.policy import Policy, Types
@@ -48,6 +48,8 @@ def shares(job: Job, policy: Policy, stage: int) -> list[Share]:
             if not tied_head:
                 continue
         held.append(share(job, policy, group))
+        if group.role == "embedding" and job.shape.tied and policy.unties_head:
+            held.append(share(job, policy, replace(group, role="head")))
     return held
 
 

@@ -76,6 +76,8 @@ class Policy:
     """FSDP ranks read the whole checkpoint onto the device before they keep their shard."""
     quantized_input_bytes: float = 0
     """Of each element of a 4-bit linear's input that it keeps though its weight is frozen."""
+    unties_head: bool = False
+    """Checkpoints with tied embeddings are loaded as two matrices."""
     kept_extra: float = 0
     """Bytes a block keeps beside what the operations here account for, in units of the hidden width."""
     frozen_fsdp_keeps_grads: bool = False
@@ -89,6 +91,15 @@ class Policy:
     """fp32 gradients of one DeepSpeed sub-group (sub_group_size, 1e9 parameters) during the step."""
     transient_reserve: float = 0.1
     """Reserved beyond allocated, as a share of what comes and goes within a step."""
+    sharded_reserve: float = 0.15
+    """The same where FSDP or ZeRO-3 gathers and frees weights on the side."""
+    reserved_loss_bytes: float = 0
+    """Reserved a logit when the logits are materialised; what the loss allocates lies within."""
+    margin: float = 0.0
+    """Added to the estimate so that it holds four runs of five."""
+    margin_moe: float = 0.0
+    reserved_margin: float = 0.0
+    reserved_margin_moe: float = 0.0
     resident_reserve: float = 0.02
     """Reserved beyond allocated, as a share of what stays."""
     reserves_grads: bool = False
