@@ -65,10 +65,11 @@ def _files_of_folder(folder: Path) -> list[Path]:
             raise DataError(
                 f"{state}: damaged, so the order of the shards is unknown; save the dataset again"
             ) from None
-    files = sorted(file for file in folder.iterdir() if file.is_file() and _kind(file))
+    kinds = tuple(kind for kind in KINDS if kind != ".json")  # In a folder, these are as a rule about the data.
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name.endswith(kinds))
     if not files:
         held = sorted(file.name for file in folder.iterdir())[:5]
-        raise DataError(f"{folder}: no {', '.join(KINDS)} file in it; it holds {', '.join(held) or 'nothing'}")
+        raise DataError(f"{folder}: no {', '.join(kinds)} file in it; it holds {', '.join(held) or 'nothing'}")
     mixed = sorted({file.name.split("-")[0].split(".")[0] for file in files} & {*SPLITS})
     if len(mixed) > 1:
         raise DataError(f"{folder}: files of several splits ({', '.join(mixed)}); put one into its own folder")
@@ -83,7 +84,7 @@ def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f": the folder {path.parent} does not exist"
     names = [file.name for file in path.parent.iterdir()]
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
@@ -128,19 +129,15 @@ def _decode(line: bytes, place: Place) -> object:
             f"{place}: not UTF-8 at byte {error.start + 1} of the line; convert the file, for example with "
             f"iconv -f LATIN1 -t UTF-8"
         ) from None
+    if place.number == 1 and text.startswith("["):
+        raise DataError(f"{place}: a JSON list; wanted one row a line (jq -c '.[]' {place.file} writes that)")
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        if place.number == 1 and text.startswith("["):
-            raise DataError(
-                f"{place}: a JSON list; wanted one row a line (jq -c '.[]' {place.file} writes that)"
-            ) from None
-        at = (
-            f"{error.msg} at character {error.pos + 1}"
-            if isinstance(error, json.JSONDecodeError)
-            else "nested too deep"
-        )
-        raise DataError(f"{place}: not JSON: {at}: {shortened(text)}") from None
+    except json.JSONDecodeError as error:
+        what = f"{error.msg} at character {error.pos + 1}"
+        raise DataError(f"{place}: not JSON: {what}: {shortened(text)}") from None
+    except RecursionError:
+        raise DataError(f"{place}: nested too deep to be read: {shortened(text)}") from None
     if b"\\ud" in line.lower() and not _encodable(value):
         raise DataError(
             f"{place}: half of a surrogate pair (\\ud800 to \\udfff), which is no character: {shortened(text)}"

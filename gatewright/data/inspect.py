@@ -102,7 +102,7 @@ def _packing(view: DocumentView, capacity: int) -> Iterator[str]:
     above = len(packs) - packs.lower_bound
     verdict = "this is the best there is" if not above else f"{above:,} above that ({above / packs.lower_bound:.2%})"
     yield f"{len(packs):,} packs, {packs.fill:.2%} full, {len(view) / len(packs):.1f} documents in each"
-    yield f"no packing needs fewer than {by_sum:,} by the sum of tokens, {by_size:,} by what fits together: {verdict}"
+    yield f"at least {by_sum:,} are needed for the sum of tokens, {by_size:,} for what fits together: {verdict}"
 
 
 def _limits(store: TokenStore, whole: DocumentView, wanted: int | str | None) -> Iterator[str]:

@@ -100,7 +100,7 @@ def _message(value: object, where: str) -> Message:
         raise DataError(f"{where} needs a role ({', '.join(ROLES[:5])}); {has}")
     if role not in ROLES:
         near = difflib.get_close_matches(role.lower(), ROLES, n=1) or [{"human": "user"}.get(role.lower(), "assistant")]
-        raise DataError(f"{where} has the role {role!r}; wanted {', '.join(ROLES[:5])}: did you mean {near[0]}?")
+        raise DataError(f"{where} has the role {role!r}; wanted {', '.join(ROLES[:5])}; did you mean {near[0]}?")
     message = {key: part for key, part in value.items() if part is not None}
     message["content"] = _content(value.get("content"), where)
     if calls := message.get("tool_calls"):

@@ -112,7 +112,7 @@ class TokenStore:
 
     def _nothing_to_learn(self) -> str:
         return (
-            f"{self.source}: none of its {len(self):,} rows has a token to learn, so all labels are masked. A "
+            f"{self.source}: no token to learn in any of its {len(self):,} rows, so all labels are masked. A "
             "conversation needs an assistant message, a prompt its completion, a text at least two tokens"
         )
 

@@ -183,7 +183,7 @@ def test_broken_line_is_named_and_shortened(tmp_path):
 
 
 def test_a_line_nested_too_deep(tmp_path):
-    with pytest.raises(DataError, match=r"a.jsonl:1: not JSON: nested too deep"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: nested too deep to be read"):
         list(read_rows(write(tmp_path / "a.jsonl", '{"text": ' + "[" * 200_000 + "\n")))
 
 

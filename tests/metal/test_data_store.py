@@ -179,7 +179,7 @@ def test_two_processes_at_once(source):
 
 def test_nothing_to_learn(source, renderer):
     source.write_text(json.dumps(chat("Only a question.")) + "\n" + json.dumps({"text": ""}) + "\n")
-    with pytest.raises(DataError, match="none of its 2 rows has a token to learn, so all labels are masked"):
+    with pytest.raises(DataError, match="no token to learn in any of its 2 rows, so all labels are masked"):
         build(source, renderer).limit("p100", "error")
 
 
