@@ -47,7 +47,7 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
         return Kernel(
             "sdpa per document", f"flash-attn: {absent}; device too old for varlen_attn", attend_each_document
         )
-    attend = _flash(flash.flash_attn_varlen_func)
+    attend = through_flash(flash.flash_attn_varlen_func)
     return Kernel(f"flash-attn {flash.__version__} varlen", "installed", attend)
 
 
@@ -123,7 +123,9 @@ def attend_torch_varlen(
     return out[None]
 
 
-def _flash(varlen: Callable[..., Tensor]) -> Attend:
+def through_flash(varlen: Callable[..., Tensor]) -> Attend:
+    """Causal attention by a function with flash-attn's `flash_attn_varlen_func` signature."""
+
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
     ) -> Tensor:

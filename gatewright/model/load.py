@@ -40,17 +40,26 @@ def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Ker
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
-    experts.install(loaded)
-    declared = routed_experts(config)
-    if declared and not experts.find_experts(loaded):
+    return put_seams(loaded, source=str(folder)).to(device)
+
+
+def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:
+    """The same model, frozen, with its experts behind our interface; attention is chosen when a model is built.
+
+    Raises ModelError for a mixture of experts whose experts transformers does not run through its experts interface.
+    """
+    experts.install(model)
+    found = experts.find_experts(model)
+    declared = routed_experts(model.config)
+    if declared and not found:
         raise ModelError(
-            f"{folder}: {type(loaded).__name__} has {declared} routed experts, but not behind transformers' experts "
+            f"{source}: {type(model).__name__} has {declared} routed experts, but not behind transformers' experts "
             "interface: their routing could not be recorded nor adapted; use an architecture built into transformers"
         )
-    if experts.find_experts(loaded):
-        loaded.set_experts_implementation(experts.NAME)
-    loaded.requires_grad_(False)
-    return loaded.to(device)
+    if found:
+        model.set_experts_implementation(experts.NAME)
+    model.requires_grad_(False)
+    return model
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
