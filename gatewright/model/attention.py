@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from gatewright.spec.errors import ModelError
@@ -113,13 +114,13 @@ def attend_torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention by torch's own varlen kernel (CUDA and ROCm builds that have one). Returns [1, T, N, D]."""
-    from_window = (-1 if window is None else window - 1, 0)
-    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    band = (-1 if window is None else window - 1, 0)
     q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k_TKD, v_TKD = k_TKD.repeat_interleave(groups, dim=1), v_TKD.repeat_interleave(groups, dim=1)
-    out = varlen(q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=from_window)
+    grouped = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest,
+        scale=scale, window_size=band, enable_gqa=grouped,
+    )  # fmt: skip
     return out[None]
 
 
