@@ -36,6 +36,10 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     trained_from: int = 0
 
+    @property
+    def characters(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
@@ -45,6 +49,10 @@ class Completion:
     prompt: str
     completion: str
 
+    @property
+    def characters(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainText:
@@ -52,6 +60,10 @@ class PlainText:
 
     place: Place
     text: str
+
+    @property
+    def characters(self) -> int:
+        return len(self.text)
 
 
 Row = Conversation | Completion | PlainText

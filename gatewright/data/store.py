@@ -15,8 +15,8 @@ import json
 import re
 import shutil
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gatewright.data.documents import read_rows, source_files
-from gatewright.data.rows import Place
+from gatewright.data.rows import Place, Row
 from gatewright.data.template import Renderer
 from gatewright.data.view import MIN_TOKENS, DocumentView, Policy, limit_rows
 from gatewright.data.writer import FILES, StoreWriter, written_whole
@@ -35,7 +35,8 @@ from gatewright.packing.pack import IntArray
 from gatewright.spec.errors import DataError
 
 STORE_VERSION = 1
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 1 << 21
+"""Rows that are tokenised together: enough for all cores, few enough that long ones do not fill the memory."""
 HASHED_AT_ONCE_BYTES = 1 << 22
 
 
@@ -163,13 +164,26 @@ def _write_rows(
     rows = read_rows(source, on_read=lambda count: progress.advance(bar, count))
     highest = 0
     with StoreWriter(folder, files=files, vocab_size=vocab_size) as writer:
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
+        for batch in _batches(rows):
             for row, document in zip(batch, renderer.documents(batch), strict=True):
                 highest = max(highest, max(document.tokens, default=0))
                 if highest >= vocab_size:
                     raise DataError(_vocabulary_too_small(highest, vocab_size, renderer, str(row.place)))
                 writer.add(document, row.place)
         writer.finish(**facts, highest_token=highest)
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += row.characters
+        if len(batch) == ROWS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _open(folder: Path, fingerprint: str, source: Path, files: list[Path]) -> TokenStore | None:
