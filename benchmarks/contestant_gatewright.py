@@ -1,5 +1,6 @@
-"""One Gatewright run in this process: reads a job as JSON on its command line, trains, prints its measurements as JSON."""
+"""One Gatewright run in this process: takes a job as JSON on its command line, trains, prints what it measured."""
 
+import itertools
 import json
 import sys
 import time
@@ -11,6 +12,8 @@ from rich.console import Console
 
 from gatewright.spec.read import read_run
 from gatewright.train.loop import train
+
+PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class StepClock(Console):
@@ -54,7 +57,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "experts": model["experts_kernel"],
         "attention": model["attention"],
         "fill": data["fill"],
-        "phases_s": [{part: step[f"{part}_s"] for part in ("data", "forward", "backward", "optimizer")} for step in steps],
+        "phases_s": [{part: step[f"{part}_s"] for part in PHASES} for step in steps],
     }
 
 
@@ -74,7 +77,7 @@ def run_file(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def between(times: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 if __name__ == "__main__":

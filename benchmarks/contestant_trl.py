@@ -1,8 +1,10 @@
-"""One TRL run in this process: reads a job as JSON on its command line, trains, prints its measurements as JSON."""
+"""One TRL run in this process: takes a job as JSON on its command line, trains, prints what it measured."""
 
+import itertools
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             r=job["rank"], lora_alpha=job["alpha"], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
             target_parameters=["experts.gate_up_proj", "experts.down_proj"], task_type="CAUSAL_LM",
         )  # fmt: skip
-    rows = [json.loads(line) for line in open(job["data"], encoding="utf-8")]
+    rows = [json.loads(line) for line in Path(job["data"]).read_text(encoding="utf-8").splitlines()]
     defaults = {
         "output_dir": job["folder"], "report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "use_cpu": True, "max_length": job["max_tokens"], "max_steps": job["steps"], "learning_rate": job["lr"],
@@ -70,9 +72,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     leak = largest_leak(trainer, tokenizer.eos_token_id)
     trainer.train()
     return {
-        "step_s": [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)],
-        "step_cpu_s": [b - a for a, b in zip(clock.cpu_ends, clock.cpu_ends[1:], strict=False)],
-        "tokens": [b - a for a, b in zip([0.0, *clock.tokens], clock.tokens, strict=False)],
+        "step_s": [b - a for a, b in itertools.pairwise(clock.ends)],
+        "step_cpu_s": [b - a for a, b in itertools.pairwise(clock.cpu_ends)],
+        "tokens": [b - a for a, b in itertools.pairwise([0.0, *clock.tokens])],
         "losses": clock.losses,
         "loaded_bytes": clock.loaded_bytes,
         "peak_bytes": peak_resident_bytes(),
@@ -90,8 +92,9 @@ def largest_leak(trainer: SFTTrainer, eos: int) -> float:
     The micro-batch is the trainer's own. The document changed is the first of the first row; the one looked at is
     the next in that row, or, where padding follows, the one in the next row.
     """
+    model = trainer.model
+    vocabulary = model.get_input_embeddings().num_embeddings
     for batch in trainer.get_train_dataloader():
-        batch = {k: v for k, v in batch.items()}
         ids = batch["input_ids"]
         first_end = int((ids[0] == eos).nonzero()[0])
         labels = batch["labels"]
@@ -99,18 +102,13 @@ def largest_leak(trainer: SFTTrainer, eos: int) -> float:
         if not followed and ids.shape[0] == 1:
             continue
         poisoned = batch | {"input_ids": ids.clone()}
-        poisoned["input_ids"][0, :first_end] = (ids[0, :first_end] + 11) % eos_safe(ids) + 2
-        model = trainer.model
+        poisoned["input_ids"][0, :first_end] = (ids[0, :first_end] + 11) % (vocabulary - 2) + 2
         model.eval()
         outputs = [model(**b, fused_lm_head=True).log_probs for b in (batch, poisoned)]
         model.train()
         look = (slice(0, 1), slice(first_end + 1, None)) if followed else (slice(1, None), slice(None))
         return float((outputs[0][look] - outputs[1][look]).abs().max())
     return 0.0
-
-
-def eos_safe(ids: torch.Tensor) -> int:
-    return max(3, int(ids.max()) - 2)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ import json
 import math
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import NormalDist
+
+from transformers import AutoTokenizer
 
 MEDIAN_TOKENS = 300
 P99_TOKENS = 4096
@@ -12,7 +15,7 @@ SHORTEST_TOKENS = 8
 
 
 def long_tailed_lengths(documents: int, *, seed: int) -> list[int]:
-    """Lengths in tokens, shuffled: the (i + ½)/n quantiles of a lognormal with the median and p99 above, clipped at p99.
+    """Lengths in tokens, shuffled: the (i + ½)/n quantiles of a lognormal of this median and p99, clipped at p99.
 
     Quantiles instead of random draws, so that a few dozen documents have the distribution's shape and no luck in them.
     """
@@ -43,6 +46,19 @@ def word_documents(lengths: list[int], *, vocabulary: list[str], end: str, seed:
         for word in fresh[1:]:
             words.append(follows[words[-1]] if draw.random() < 0.5 else word)
         texts.append(" ".join([*words[: length - 1], end]))
+    return texts
+
+
+def natural_documents(lengths: list[int], *, model: Path, seed: int) -> list[str]:
+    """English of Python's own documentation, cut so that each text has about so many of the model's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    articles = list(topics.values())
+    random.Random(seed).shuffle(articles)
+    stream = tokenizer("\n".join(articles), add_special_tokens=False)["input_ids"]
+    texts, at = [], 0
+    for length in lengths:
+        texts.append(tokenizer.decode(stream[at : at + length - 1]))
+        at = (at + length - 1) % (len(stream) - P99_TOKENS)
     return texts
 
 

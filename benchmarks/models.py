@@ -9,6 +9,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gatewright.model.adapters import add_adapters, save_adapter
+from gatewright.model.attention import choose_kernel
+from gatewright.model.load import load_model
+from gatewright.spec import run
+
 END, PAD = "<end>", "<pad>"
 VOCABULARY = 4096
 
@@ -89,3 +94,13 @@ def useful_flops(folder: Path, lengths: list[int], *, rank: int) -> Work:
         linear=tokens * (4.0 * frozen + 6.0 * adapter),
         attention=layers * sum(3.5 * 4.0 * (n * n / 2) * q for n in lengths),
     )
+
+
+def first_adapter(model: Path, folder: Path, *, dtype: str, rank: int, alpha: float, seed: int) -> None:
+    """Writes the adapter that `gatewright train` begins with for this seed, in PEFT's format."""
+    device = torch.device("cpu")
+    kernel = choose_kernel(device, getattr(torch, dtype))
+    loaded = load_model(run.Model(path=str(model), dtype=dtype), device=device, kernel=kernel)
+    adapter = run.Adapter(rank=rank, alpha=alpha)
+    add_adapters(loaded, adapter, seed=seed)
+    save_adapter(loaded, adapter, folder, base=str(model))
