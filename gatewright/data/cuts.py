@@ -82,6 +82,7 @@ class CutFinder:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._piece = re.compile(rf"({kept.pattern}|\n)")
         self._end_tokens = end_tokens
+        self._is_unprompted: bool | None = None
         self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._literals: dict[tuple[object, ...], tuple[str, str]] = {}
 
@@ -147,7 +148,7 @@ class CutFinder:
             return 0, ""  # The conversation opens with the assistant, and this template has no prompt for that.
         if header.startswith(prompt):
             written = header[len(prompt) :]
-            if prompt == unasked and self._special.search(written) and not self._heeds_generation_prompt(turn):
+            if prompt == unasked and written.strip() and self._lacks_generation_prompt(marker):
                 raise turn.refused(
                     f"the template writes {written!r} before it, but not when it is asked for a generation prompt, "
                     "so at inference the model would not be given it"
@@ -187,10 +188,18 @@ class CutFinder:
             return self._end_tokens[0], True
         raise turn.refused("the template puts no special token behind it, so the model would never learn to stop")
 
-    def _heeds_generation_prompt(self, turn: _Turn) -> bool:
-        """Whether asking for a generation prompt ever changes what this template writes."""
-        user = next(([message] for message in turn.messages if message["role"] == "user"), turn.messages[:1])
-        return self._render(user, turn.tools, True) != self._render(user, turn.tools, False)
+    def _lacks_generation_prompt(self, marker: Marker) -> bool:
+        """Whether the template writes something before the plainest of answers that it never gives as a prompt."""
+        if self._is_unprompted is None:
+            user, answer = ({"role": role, "content": ""} for role in ("user", "assistant"))
+            messages = [marker.put(user, 0), marker.put(answer, 1)]
+            try:
+                prompt, unasked = (marker.read(self._render(messages[:1], None, ask)).tail for ask in (True, False))
+                header = marker.read(self._render(messages, None, False)).before(1)
+                self._is_unprompted = prompt == unasked and bool(header.removeprefix(prompt).strip())
+            except TemplateError:
+                self._is_unprompted = False
+        return self._is_unprompted
 
     def _remembered(self, what: str, turn: _Turn, find: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         key = (what, turn.context)

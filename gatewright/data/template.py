@@ -54,7 +54,7 @@ class Renderer:
         added = tokenizer.added_tokens_decoder.values()
         self._spans = SpanFinder(
             self._render,
-            special_tokens=[token.content for token in added if token.special],
+            special_tokens=[token.content for token in added if token.special] + self._end_tokens,
             added_tokens=[token.content for token in added],
             end_tokens=self._end_tokens,
         )

@@ -264,6 +264,20 @@ def test_role_tokens_can_be_the_end_of_a_turn(tmp_path):
     assert re.sub("·+", "·", text) == "·\nHello.<|user|>·\nSee you.<|endoftext|>"
 
 
+def test_a_block_that_the_model_opens_itself_needs_no_generation_prompt():
+    """As in reasoning models of the Mistral kind, which have no role header before an answer."""
+    template = (
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}{%- else %}"
+        "{%- if m.reasoning_content %}{{- '[THINK]' + m.reasoning_content + '[/THINK]' }}{% endif %}"
+        "{{- m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    special = ("[INST]", "[/INST]", "[THINK]", "[/THINK]")
+    tokenizer = make_tokenizer(special=special, eos="</s>", template=template)
+    document = Renderer(tokenizer).document(conversation(user("1+1"), assistant("2", "Easy.")))
+    first = document.is_target.index(True)
+    assert tokenizer.decode(document.tokens[first:]) == "[THINK]Easy.[/THINK]2</s>"
+
+
 # What must be refused.
 
 HEAD = "{%- for m in messages %}"
@@ -286,6 +300,10 @@ REFUSED = {
     ),
     "knows no generation prompt": (
         HEAD + "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}",
+        "at inference the model would not be given it",
+    ),
+    "knows no generation prompt for its plain header": (
+        HEAD + "{{- '### ' + m.role + ': ' + m.content + '<|im_end|>\\n' }}",
         "at inference the model would not be given it",
     ),
     "prompts for another role than it writes": (
