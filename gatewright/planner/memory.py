@@ -6,7 +6,7 @@ from gatewright.planner.job import Job
 from gatewright.planner.memory_gather import bucket_bytes, dequantised_bytes, flight_bytes, gathered_bytes, unsharded_grads
 from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
 from gatewright.planner.memory_reserve import intervals
-from gatewright.planner.memory_states import Share, States, shares, stage_layers, states
+from gatewright.planner.memory_states import Share, States, grad_shards, shares, stage_layers, states
 from gatewright.planner.policy import Policy, Types, find_policy
 from gatewright.spec.plan import Interval, MemoryEstimate, Metric, Part, Phase, PhaseName
 
@@ -215,8 +215,13 @@ def logits_parts(at: Stage) -> list[Part]:
         part("logits and loss", tokens * per_logit * vocab, f"{tokens:,} tokens × {vocab:,.0f} × {per_logit:g} B"),
         part("last hidden state", tokens * head, f"{tokens:,} tokens × {head:,.0f} B"),
     ]
-    if job.loss == "linear" and job.method == "full":
-        parts.append(part("gradient of the head", shape.vocab * shape.hidden * at.types.weight / job.layout.tp))
+    if job.loss == "linear":
+        chunk = min(tokens, policy.linear_chunk_tokens)
+        value = chunk * vocab * policy.linear_chunk_bytes
+        parts.append(part("logits of a chunk", value, f"{chunk:,} tokens × {vocab:,.0f} × {policy.linear_chunk_bytes:g} B"))
+        if job.method == "full":
+            grad = policy.linear_head_grad_bytes * vocab * shape.hidden
+            parts.append(part("gradient of the head", grad))
     return parts
 
 
@@ -252,16 +257,28 @@ def backward_start_parts(at: Stage) -> list[Part]:
 
 
 def backward_end_parts(at: Stage) -> list[Part]:
-    """The first block is differentiated: every gradient exists, no other activation does."""
+    """The first block is differentiated: all gradients but its own exist, no other block's activations do."""
     parts = resident_parts(at)
     if not at.types.grad_persists and not at.job.step_in_backward:
-        parts.append(part("gradients", at.states.grads, at.states.grads_formula))
+        parts.append(part("gradients", at.states.grads - last_grads(at), at.states.grads_formula))
     if at.worst is None:
         return parts
     if at.in_flight > 1:
         waiting = kept_bytes_per_token(at) * at.job.micro_batch_tokens * (at.in_flight - 1)
         parts.append(part("waiting micro-batches", waiting))
     return [*parts, *block_parts(at, at.worst)]
+
+
+def last_grads(at: Stage) -> float:
+    """Gradients that the backward pass makes last: of the first block, and of an embedding that is not the head."""
+    first = min((share.group.layer for share in at.held if share.group.layer is not None), default=None)
+    total = 0.0
+    for share in at.held:
+        alone = share.group.role == "embedding" and not at.job.shape.tied
+        if share.group.layer == first and first is not None or alone:
+            count = share.parameters if share.trains else share.adapters
+            total += count * at.types.grad / grad_shards(at.job, share)
+    return 0.0 if at.job.accumulate else total
 
 
 def head_grad_bytes(at: Stage) -> float:

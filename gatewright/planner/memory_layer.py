@@ -99,6 +99,8 @@ def input_bytes(job: Job, policy: Policy, role: TensorRole, width: float, module
     if not adapters or job.adapter is None:
         return stored
     inner = b * job.adapter.rank * len(adapters)
+    if role == "routed_experts":  # adapters of fused experts read the tokens once, sorted by expert
+        return stored + b * width + inner
     if job.adapter.dropout:
         return stored + len(adapters) * (policy.adapter_input_bytes + 1) * width + inner
     if policy.adapter_copies_input:
@@ -129,7 +131,7 @@ def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list
     norm = norm_op(job, policy, "attention norm", h)
     entry = input_bytes(job, policy, "attention", shape.hidden / tp if sp > 1 else shape.hidden, qkv_modules(attention))
     latent = latent_bytes(job, policy, attention)
-    qk_norm = (policy.qk_norm_bytes * (q + kv / 2)) if has_qk_norm(job, attention) else 0.0
+    qk_norm = qk_norm_bytes(job, policy) * (q + kv / 2) if has_qk_norm(job) else 0.0
     scores, score_grads = score_bytes(job, policy, attention)
     core_keeps = b * (q + kv + o + 2 * gate) + FP32 * attention.heads / tp
     out_input = input_bytes(job, policy, "attention", o, [("o_proj", "dense", "proj")])
@@ -154,7 +156,14 @@ def qkv_modules(attention: Attention) -> list[tuple[str, ...]]:
     return [("q_proj", "qkv_proj", "c_attn", "attn"), ("k_proj",), ("v_proj", "value")]
 
 
-def has_qk_norm(job: Job, attention: Attention) -> bool:
+def qk_norm_bytes(job: Job, policy: Policy) -> float:
+    """Kept for an element of a normed query or key: the fp32 copy, and the normed one if the norm trains."""
+    if policy.norm_style(job) == "fused":
+        return policy.activation_bytes
+    return FP32 + (policy.activation_bytes if trains(job, "norms") else 0)
+
+
+def has_qk_norm(job: Job) -> bool:
     return job.shape.family.startswith(("qwen3", "olmo", "gemma3", "glm4_moe", "hunyuan", "ernie", "minimax"))
 
 
@@ -226,6 +235,8 @@ def gated_ops(
     act = ("moe_act",) if role == "routed_experts" else ()
     entry = input_bytes(job, policy, role, h, [("gate_proj", "gate_up_proj", "fc_1"), ("up_proj", "fc_2", "c_fc")])
     down = input_bytes(job, policy, role, i, [("down_proj", "proj", "c_proj")])
+    copied = policy.adapter_input_bytes if down and job.adapter and policy.adapter_copies_input else 0
+    down_grads = b * i + (copied * i if role != "routed_experts" else 0.0)
     if visits == 1.0 and sequence_split(job) > 1:
         entry /= tp
     gates = matrices - 1
@@ -235,19 +246,19 @@ def gated_ops(
         return [
             Op(name=f"{name} in", keeps=entry, grads=gates * b * i + 2 * b * h / sequence_split(job)),
             Op(name=f"{name} activation", keeps=gates * b * i, product=b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=b * i, recomputed_by=act),
+            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=down_grads, recomputed_by=act),
         ]
     if gates == 1:
         return [
             Op(name=f"{name} in", keeps=entry, grads=b * i + b * h),
             Op(name=f"{name} activation", keeps=b * i, product=b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=down, grads=b * i, recomputed_by=act),
+            Op(name=f"{name} down", keeps=down, grads=down_grads, recomputed_by=act),
         ]
     return [
         Op(name=f"{name} in", keeps=entry, grads=2 * b * i + 2 * b * h / sequence_split(job)),
         Op(name=f"{name} activation", keeps=b * i, product=b * i, grads=3 * b * i),
         Op(name=f"{name} gate", keeps=2 * b * i, grads=3 * b * i),
-        Op(name=f"{name} down", keeps=down, product=out, grads=b * i),
+        Op(name=f"{name} down", keeps=down, product=out, grads=down_grads),
     ]
 
 
@@ -280,7 +291,7 @@ def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     combine = Op(
         name="combine",
         keeps=b * h * visits * policy.combine_kept_copies,
-        grads=(1 + copies) * b * h * visits,
+        grads=(2 + copies) * b * h * visits,
     )
     ops = [dispatch, *inner, combine]
     return [replace(op, recomputed_by=(*op.recomputed_by, "moe")) for op in ops]

@@ -56,7 +56,6 @@ class Policy:
     adapter_input_bytes: int = 2
     repeats_kv_families: tuple[str, ...] = ()
     """Families whose keys and values are expanded to the query heads before the kernel."""
-    qk_norm_bytes: float = 8
     attention_workspace_bytes: float = 4
     """FlashAttention accumulates the query's gradient in fp32."""
     score_kept_bytes: float = 6
@@ -65,7 +64,12 @@ class Policy:
     """Experts' outputs kept for the gradient of their routing weights; 0 where weights are applied inside."""
     loss_bytes: dict[str, float] = field(default_factory=dict)
     """Bytes a logit of [tokens, vocab] at the loss, by loss kernel."""
-    linear_loss_chunk_bytes: float = 0
+    linear_chunk_tokens: int = 1024
+    """Tokens whose logits exist at one time where the head is fused with the loss."""
+    linear_chunk_bytes: float = 8
+    """Bytes a logit of that chunk."""
+    linear_head_grad_bytes: float = 2
+    """Of the head's gradient at its fullest: accumulated over the chunks, scaled and cast."""
     gathered_layers: float = 2
     """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
     fsdp_skips_experts: bool = False
