@@ -128,8 +128,8 @@ def routed_experts(config: PretrainedConfig) -> int:
 def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
-            f"{folder}: {len(missing)} weights of the architecture are not in its files and would be random, the first is "
-            f"{missing[0]}; the folder is incomplete"
+            f"{folder}: {len(missing)} weights of the architecture are not in its files and would be random, the first "
+            f"is {missing[0]}; the folder is incomplete"
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, saved, wanted = mismatched[0]

@@ -96,6 +96,8 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     loader = Loader(view=view, plan=plan, packs_per_step=per_step)
     steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)
     log(_describe_data("train", run.data.train, run, view, plan))
+    for finding in _data_findings(store, view):
+        log(finding)
 
     held_out, questions = None, []
     if run.evaluate:
@@ -105,6 +107,8 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
         held_out = Loader(view=held_out_view, plan=held_out_plan, packs_per_step=1)
         questions = questions_of(held_out_view, count=run.evaluate.exact_match or 0)
         log(_describe_data("evaluate", run.evaluate.data, run, held_out_view, held_out_plan))
+        for finding in _data_findings(held_out_store, held_out_view):
+            log(finding)
 
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
     model = load_model(run.model, device=device, kernel=kernel)
@@ -193,6 +197,16 @@ def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: 
         lower_bound_packs=packs.lower_bound,
         padded_fill=padded_fill(view.lengths, batch_size=max(1, round(len(view.lengths) / plan.packs_per_epoch))),
     )
+
+
+def _data_findings(store: TokenStore, view: DocumentView) -> list[Finding]:
+    """What the template, the tokenizer and the length limit silently leave out of the loss, said aloud."""
+    said = (
+        (view.untrained_documents, "rows hold nothing to learn and are left out"),
+        (store.dropped_reasoning, "turns lose their reasoning: the chat template drops it where a user message follows"),
+        (store.straddling_tokens, "tokens hold the end of a prompt and the first words of an answer; they carry no loss"),
+    )
+    return [Finding(severity="note", text=f"{store.source}: {count:,} {what}") for count, what in said if count]
 
 
 def _model_fingerprint(folder: Path) -> str:
