@@ -80,39 +80,76 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
         torch.set_num_threads(run.train.threads)
     torch.manual_seed(run.train.seed)
     device = pick_device()
+    # Data first: its mistakes are the most common, and cost little to find.
+    documents = _prepare_data(run, log=log)
+    model, head = _prepare_model(run, device=device, log=log)
+    parameters = trainable(model)
+    fingerprint = {"data": documents.fingerprint, "base model": _model_fingerprint(Path(run.model.path))}
+    return Trainer(
+        device=device,
+        tokenizer=documents.tokenizer,
+        model=model,
+        head=head,
+        parameters=parameters,
+        optimizer=build_optimizer(parameters, run.train),
+        loader=documents.loader,
+        held_out=documents.held_out,
+        questions=documents.questions,
+        steps=documents.steps,
+        moe_layers=sorted(find_experts(model)),
+        fingerprint=fingerprint,
+    )
 
-    # Data first: its mistakes are the most common, and cost nothing to find.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Documents:
+    tokenizer: PreTrainedTokenizerBase
+    loader: Loader
+    steps: int
+    held_out: Loader | None
+    questions: list[Question]
+    fingerprint: str
+
+
+def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
     folder = Path(run.model.path)
     config = read_config(folder, trust_remote_code=run.model.trust_remote_code)
     check_weights(folder)
     tokenizer = load_tokenizer(folder)
     renderer = Renderer(tokenizer, template=run.data.chat_template)
-    vocab_size = config.get_text_config().vocab_size
-    store = _store(run, run.data.train, renderer, vocab_size)
+    tokens_dir, vocab_size = Path(run.runs_dir) / ".tokens", config.get_text_config().vocab_size
+
+    store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
     capacity = _micro_batch_tokens(run, view)
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
+    _announce(log, run, "train", store, view, plan)
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
-    loader = Loader(view=view, plan=plan, packs_per_step=per_step)
     steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)
-    log(_describe_data("train", run.data.train, run, view, plan))
-    for finding in _data_findings(store, view):
-        log(finding)
 
     held_out, questions = None, []
     if run.evaluate:
-        held_out_store = _store(run, run.evaluate.data, renderer, vocab_size)
-        held_out_view = held_out_store.limit(view.max_tokens, run.data.overlong)
-        held_out_plan = EpochPlan(held_out_view.lengths, capacity=capacity, seed=0, pack=run.data.pack)
-        held_out = Loader(view=held_out_view, plan=held_out_plan, packs_per_step=1)
-        questions = questions_of(held_out_view, count=run.evaluate.exact_match or 0)
-        log(_describe_data("evaluate", run.evaluate.data, run, held_out_view, held_out_plan))
-        for finding in _data_findings(held_out_store, held_out_view):
-            log(finding)
+        other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
+        other_view = other.limit(view.max_tokens, run.data.overlong)
+        room = max(capacity, int(other_view.lengths.max()))
+        other_plan = EpochPlan(other_view.lengths, capacity=room, seed=0, pack=run.data.pack)
+        _announce(log, run, "evaluate", other, other_view, other_plan)
+        held_out = Loader(view=other_view, plan=other_plan, packs_per_step=1)
+        questions = questions_of(other_view, count=run.evaluate.exact_match or 0)
+    return _Documents(
+        tokenizer=tokenizer,
+        loader=Loader(view=view, plan=plan, packs_per_step=per_step),
+        steps=steps,
+        held_out=held_out,
+        questions=questions,
+        fingerprint=store.fingerprint,
+    )
 
+
+def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
     model = load_model(run.model, device=device, kernel=kernel)
-    total = sum(p.numel() for p in model.parameters())
+    base_parameters = sum(p.numel() for p in model.parameters())
     adapter = run.method.adapter
     coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
     recompute(model, run.train.checkpointing)
@@ -121,43 +158,25 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     prove_isolation(model, device=device)
     prove_head(model, head, device=device)
 
-    parameters = trainable(model)
     experts = find_experts(model)
-    text_config = model.config.get_text_config().to_dict()
+    config = model.config.get_text_config().to_dict()
     log(
         ModelLoaded(
             path=run.model.path,
             architecture=type(model).__name__,
             dtype=run.model.dtype,
-            parameters=total,
-            trainable_parameters=sum(p.numel() for p in parameters.values()),
-            layers=text_config.get("num_hidden_layers", 0),
+            parameters=base_parameters,
+            trainable_parameters=sum(p.numel() for p in trainable(model).values()),
+            layers=config.get("num_hidden_layers", 0),
             moe_layers=sorted(experts),
             experts=max((module.num_experts for module in experts.values()), default=0),
-            top_k=text_config.get("num_experts_per_tok") or text_config.get("moe_topk") or 0,
+            top_k=config.get("num_experts_per_tok") or config.get("moe_topk") or 0,
             attention=f"{kernel.name} ({kernel.reason})",
             experts_kernel="grouped_mm" if experts else "none",
             coverage=coverage,
         )
     )
-    return Trainer(
-        device=device,
-        tokenizer=tokenizer,
-        model=model,
-        head=head,
-        parameters=parameters,
-        optimizer=build_optimizer(parameters, run.train),
-        loader=loader,
-        held_out=held_out,
-        questions=questions,
-        steps=steps,
-        moe_layers=sorted(experts),
-        fingerprint={"data": store.fingerprint, "base model": _model_fingerprint(folder)},
-    )
-
-
-def _store(run: Run, path: str, renderer: Renderer, vocab_size: int) -> TokenStore:
-    return build_store(Path(path), renderer=renderer, root=Path(run.runs_dir) / ".tokens", vocab_size=vocab_size)
+    return model, head
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
@@ -176,6 +195,20 @@ def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
             f"train.tokens_per_step = {run.train.tokens_per_step:,}; a step is made of whole micro-batches"
         )
     return wanted
+
+
+def _announce(
+    log: Callable[[Event], None], run: Run, split: str, store: TokenStore, view: DocumentView, plan: EpochPlan
+) -> None:
+    log(_describe_data(split, store.source, run, view, plan))
+    # What the template, the tokenizer and the length limit leave out of the loss is said aloud.
+    for count, what in (
+        (view.untrained_documents, "rows hold nothing to learn and are left out"),
+        (store.dropped_reasoning, "turns lose their reasoning: the template drops it where a user message follows"),
+        (store.straddling_tokens, "tokens hold the end of a prompt and the first words of an answer: no loss on them"),
+    ):
+        if count:
+            log(Finding(severity="note", text=f"{store.source}: {count:,} {what}"))
 
 
 def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: EpochPlan) -> DataLoaded:
@@ -197,16 +230,6 @@ def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: 
         lower_bound_packs=packs.lower_bound,
         padded_fill=padded_fill(view.lengths, batch_size=max(1, round(len(view.lengths) / plan.packs_per_epoch))),
     )
-
-
-def _data_findings(store: TokenStore, view: DocumentView) -> list[Finding]:
-    """What the template, the tokenizer and the length limit silently leave out of the loss, said aloud."""
-    said = (
-        (view.untrained_documents, "rows hold nothing to learn and are left out"),
-        (store.dropped_reasoning, "turns lose their reasoning: the chat template drops it where a user message follows"),
-        (store.straddling_tokens, "tokens hold the end of a prompt and the first words of an answer; they carry no loss"),
-    )
-    return [Finding(severity="note", text=f"{store.source}: {count:,} {what}") for count, what in said if count]
 
 
 def _model_fingerprint(folder: Path) -> str:
