@@ -157,7 +157,8 @@ def job_of(fields: dict[str, str]) -> Job:
         accumulate=policy_of(fields) in ("ms-swift", "axolotl", "automodel"),
         compiled=bool(re.search(r"(?<!no)compile", fields["loss_kernel"] + fields["note"])),
         layout=layout_of(fields),
-        step_in_backward="in_bwd" in fields["optimizer"] and "not in" not in fields["optimizer"]
+        step_in_backward=("in_bwd" in fields["optimizer"]
+        and "not in" not in fields["optimizer"])
         or fields["grad_dtype"] == "freed per layer",
         offload=offload_of(fields["offload"] + fields["grad_ckpt"] + fields["optimizer"]),
         reference_model=fields["task"] in ("dpo", "kto", "gkd") and method == "full",
@@ -354,7 +355,7 @@ def recompute_of(text: str) -> frozenset[str]:
 
 def attention_of(text: str) -> AttentionKernel:
     text = text.lower()
-    if "eager" in text and "fa2" not in text or "unfused" in text:
+    if ("eager" in text and "fa2" not in text) or "unfused" in text:
         return "eager"
     return "sdpa" if "sdpa" in text and "flash" not in text else "flash"
 
@@ -422,7 +423,7 @@ def offload_of(text: str) -> frozenset[Offload]:
     found: set[Offload] = set()
     if "expert weights" in text:
         found.add("experts")
-    if "cpu offload" in text and "optimizer" not in text or "zero3_offload" in text or "params" in text:
+    if ("cpu offload" in text and "optimizer" not in text) or "zero3_offload" in text or "params" in text:
         found.update(("weights", "optimizer"))
     if "optimizer cpu" in text:
         found.add("optimizer")

@@ -149,14 +149,19 @@ def cell_lines(scored: list[Scored]) -> list[str]:
         errors = [item.error for item in items]
         half = "fit" if items[0].fit else "other"
         error, bias = statistics.median(map(abs, errors)), statistics.median(errors)
-        lines.append(f"{tool:17.17s} {model:30.30s} {method:8.8s} {ranks:6s}{len(items):4d}{error:8.1%}{bias:+8.1%}  {half}")
+        lines.append(
+            f"{tool:17.17s} {model:30.30s} {method:8.8s} {ranks:6s}{len(items):4d}{error:8.1%}{bias:+8.1%}  {half}"
+        )
     return lines
 
 
 def report(rows: list[Row], scored: list[Scored], *, worst: int) -> str:
     unread = [row for row in rows if row.job is None]
     summaries = [summarise(name, [item for item in scored if test(item)]) for name, test in SUBSETS.items()]
-    lines = [f"{len(rows)} rows, {len(scored)} read; absolute error of the estimate in the metric each row was measured in", ""]
+    lines = [
+        f"{len(rows)} rows, {len(scored)} read; absolute error of the estimate in the metric each row was measured in",
+        "",
+    ]
     lines += [HEAD, *(line(summary) for summary in summaries if summary is not None), ""]
     lines += ["published formulas, on the A and B rows each can take", HEAD]
     for peer, own in compare_peers(scored):
@@ -173,9 +178,10 @@ def report(rows: list[Row], scored: list[Scored], *, worst: int) -> str:
 
 def row_line(item: Scored) -> str:
     fields, interval = item.row.fields, item.interval
+    estimate = f"{interval.bytes / GIB:7.2f} GiB {interval.metric:9s} {item.error:+7.1%}"
     return (
         f"{fields['id']:>5s} {source_framework(fields):17.17s} {fields['model']:28.28s} {fields['method']:6.6s}"
-        f" measured {item.row.peak_gib:7.2f} estimated {interval.bytes / GIB:7.2f} GiB {interval.metric:9s} {item.error:+7.1%}"
+        f" measured {item.row.peak_gib:7.2f} estimated {estimate}"
     )
 
 

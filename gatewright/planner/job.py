@@ -96,8 +96,9 @@ class Job:
     """Roles that do not train in full fine-tuning."""
     storage: Storage = "bf16"
     """Of the matrices that do not train; full fine-tuning takes its types from the policy."""
-    quantized_experts: bool = True
-    """False: the 4-bit loader only reaches linear modules, fused expert tensors stay in bf16."""
+    expert_storage: Storage | None = None
+    """Of the routed experts where it differs: DeepSeek-V4 ships them in mxfp4 beside fp8; a plain bitsandbytes load
+    reaches linear modules only and leaves fused experts in bf16."""
     rows: int = 1
     tokens_per_row: int = 4096
     """Length of one row of the micro-batch, before CP divides it."""
@@ -129,6 +130,10 @@ class Job:
     imbalance: float = 1.0
     """Tokens of the busiest expert rank over the mean (expert parallelism)."""
     mtp_layers: int = 0
+
+    def storage_of(self, role: TensorRole) -> Storage:
+        """How the matrices of this role are stored in a block that does not train."""
+        return self.expert_storage or self.storage if role == "routed_experts" else self.storage
 
     @property
     def row_tokens(self) -> int:

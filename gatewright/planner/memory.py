@@ -3,7 +3,13 @@
 from dataclasses import dataclass, replace
 
 from gatewright.planner.job import Job
-from gatewright.planner.memory_gather import bucket_bytes, dequantised_bytes, flight_bytes, gathered_bytes, unsharded_grads
+from gatewright.planner.memory_gather import (
+    bucket_bytes,
+    dequantised_bytes,
+    flight_bytes,
+    gathered_bytes,
+    unsharded_grads,
+)
 from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
 from gatewright.planner.memory_reserve import intervals
 from gatewright.planner.memory_states import Share, States, grad_shards, shares, stage_layers, states
@@ -218,7 +224,9 @@ def logits_parts(at: Stage) -> list[Part]:
     if job.loss == "linear":
         chunk = min(tokens, policy.linear_chunk_tokens)
         value = chunk * vocab * policy.linear_chunk_bytes
-        parts.append(part("logits of a chunk", value, f"{chunk:,} tokens × {vocab:,.0f} × {policy.linear_chunk_bytes:g} B"))
+        parts.append(
+            part("logits of a chunk", value, f"{chunk:,} tokens × {vocab:,.0f} × {policy.linear_chunk_bytes:g} B")
+        )
         if job.method == "full":
             grad = policy.linear_head_grad_bytes * vocab * shape.hidden
             parts.append(part("gradient of the head", grad))
@@ -275,7 +283,7 @@ def last_grads(at: Stage) -> float:
     total = 0.0
     for share in at.held:
         alone = share.group.role == "embedding" and not at.job.shape.tied
-        if share.group.layer == first and first is not None or alone:
+        if (share.group.layer == first and first is not None) or alone:
             count = share.parameters if share.trains else share.adapters
             total += count * at.types.grad / grad_shards(at.job, share)
     return 0.0 if at.job.accumulate else total

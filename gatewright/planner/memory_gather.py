@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from gatewright.planner.job import Job
-from gatewright.planner.memory_states import EXPERTS, Share, weight_bytes
+from gatewright.planner.memory_states import EXPERTS, Share, quantizes, weight_bytes
 from gatewright.planner.policy import Policy
 
 FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
@@ -64,11 +64,11 @@ def bucket_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
 
 def dequantised_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
     """The largest matrix of a block in the compute type, where weights are stored in few bits."""
-    if job.storage in ("bf16", "fp32") or job.method == "full":
+    if job.method == "full":
         return 0.0
     largest = 0.0
     for item in held:
-        if item.group.layer is None or (item.group.role == EXPERTS and not job.quantized_experts):
+        if not quantizes(job, item.group):
             continue
         divisor = item.group.parameters / max(item.parameters, 1)
         for linear in item.group.linears:

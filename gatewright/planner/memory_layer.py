@@ -109,7 +109,7 @@ def input_bytes(job: Job, policy: Policy, role: TensorRole, width: float, module
 
 
 def quantized_input_bytes(job: Job, policy: Policy, role: TensorRole) -> float:
-    if job.storage in ("bf16", "fp32") or (role == "routed_experts" and not job.quantized_experts):
+    if job.storage_of(role) in ("bf16", "fp32"):
         return 0.0
     return policy.quantized_input_bytes
 
@@ -246,7 +246,13 @@ def gated_ops(
         return [
             Op(name=f"{name} in", keeps=entry, grads=gates * b * i + 2 * b * h / sequence_split(job)),
             Op(name=f"{name} activation", keeps=gates * b * i, product=b * i, grads=2 * b * i),
-            Op(name=f"{name} down", keeps=extra or (down if job.adapter else 0.0), product=out, grads=down_grads, recomputed_by=act),
+            Op(
+                name=f"{name} down",
+                keeps=extra or (down if job.adapter else 0.0),
+                product=out,
+                grads=down_grads,
+                recomputed_by=act,
+            ),
         ]
     if gates == 1:
         return [

@@ -9,9 +9,7 @@ from gatewright.spec.plan import Interval, Metric, Phase
 SHARDED = ("fsdp1", "fsdp2", "zero3")
 
 
-def intervals(
-    job: Job, policy: Policy, phases: Sequence[Phase], resident: int
-) -> tuple[Interval, Interval, Interval]:
+def intervals(job: Job, policy: Policy, phases: Sequence[Phase], resident: int) -> tuple[Interval, Interval, Interval]:
     """The peak as allocated, reserved and device bytes.
 
     The device adds the context and the buffers of each communicator. The number shown is meant to hold four runs of

@@ -88,17 +88,19 @@ def weight_bytes(job: Job, policy: Policy, part: Share) -> float:
     """Stored weights of one share, before ZeRO or FSDP divides them."""
     if part.trains:
         return part.parameters * policy.trained(job).weight
-    quantized = part.matrices if quantizes(job, part.group) else 0.0
-    plain = BYTES_PER_WEIGHT["fp32" if job.storage == "fp32" else "bf16"]
-    storage = "nf4_double" if job.storage == "nf4" and policy.double_quant else job.storage
-    return quantized * BYTES_PER_WEIGHT[storage] + (part.parameters - quantized) * plain
+    storage = job.storage_of(part.group.role)
+    if storage == "nf4" and policy.double_quant:
+        storage = "nf4_double"
+    small = part.matrices if quantizes(job, part.group) else 0.0
+    plain = BYTES_PER_WEIGHT["fp32" if storage == "fp32" else "bf16"]
+    return small * BYTES_PER_WEIGHT[storage] + (part.parameters - small) * plain
 
 
 def quantizes(job: Job, group: TensorGroup) -> bool:
-    """Whether the matrices of a group are stored in the job's small format: blocks only, never embedding or head."""
-    if job.storage in ("bf16", "fp32") or group.layer is None or group.role in ("router", "norms", "residual"):
+    """Whether the matrices of a group are stored in few bits: blocks only, never embedding, head, router or norms."""
+    if group.layer is None or group.role in ("router", "norms", "residual"):
         return False
-    return job.quantized_experts or group.role != EXPERTS
+    return job.storage_of(group.role) not in ("bf16", "fp32")
 
 
 def weight_shards(job: Job, part: Share) -> int:

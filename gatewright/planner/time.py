@@ -1,0 +1,220 @@
+"""Step time: matrix products, memory traffic and communication against a GPU's rates, with a stated efficiency."""
+
+import math
+from dataclasses import dataclass
+
+from gatewright.planner.job import Job
+from gatewright.planner.memory_states import shares, states, weight_bytes
+from gatewright.planner.policy import find_policy
+from gatewright.spec.hardware import Cluster
+from gatewright.spec.plan import TimeEstimate
+from gatewright.spec.shape import Attention, ModelShape, TensorGroup
+
+B = 2
+"""Bytes of an activation."""
+FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
+LINK_EFFICIENCY = 0.7
+"""Share of a link's peak that NCCL and RCCL reach on large messages (nccl-tests bus bandwidth against data sheets)."""
+HIDDEN_BY_COMPUTE = 0.8
+"""Share of the compute time behind which weight gathers and gradient reductions can hide (prefetch of one block)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Share of the peak bf16 rate that matrix products of a training step reach."""
+
+    share: float
+    source: str
+
+
+EFFICIENCY: dict[tuple[str, bool], Efficiency] = {
+    ("nvidia", False): Efficiency(share=0.45, source="torchtitan, Llama 3.1 8B on H100, December 2024: 33 to 45 %"),
+    ("nvidia", True): Efficiency(share=0.25, source="Megatron-Bridge and AutoModel MoE recipes on H100: 20 to 35 %"),
+    ("amd", False): Efficiency(share=0.35, source="LUMI-G and MI300X training reports: 30 to 40 %"),
+    ("amd", True): Efficiency(share=0.20, source="as for dense, less the grouped products' loss seen on NVIDIA"),
+}
+"""By (vendor, mixture of experts). Replaced by a measured step: `plan --calibrate`."""
+
+
+def estimate_time(
+    job: Job, cluster: Cluster, *, tokens_per_step: int, efficiency: Efficiency | None = None
+) -> TimeEstimate:
+    """One optimizer step over `tokens_per_step` tokens on all ranks, in seconds, term by term."""
+    gpu, layout = cluster.gpu, job.layout
+    known = efficiency or EFFICIENCY[("amd" if gpu.vendor == "amd" else "nvidia", job.shape.is_moe)]
+    rate = gpu.bf16_flops_per_s * known.share
+    products, attention, again = flops_per_token(job)
+    per_rank = tokens_per_step / layout.ranks
+    busy = 1.0 if layout.sharding != "pipeline_naive" else float(layout.pp)
+    terms = [
+        ("matrix products", products * per_rank * busy / rate),
+        ("attention", attention * per_rank * busy / rate),
+        ("recomputation", again * per_rank * busy / rate),
+    ]
+    compute = sum(seconds for _, seconds in terms)
+    micro_batches = max(1.0, per_rank * layout.tp * layout.cp * layout.pp / job.micro_batch_tokens)
+    terms.append(("weights from memory", max(0.0, weight_traffic_s(job, cluster) * micro_batches - compute)))
+    terms.append(("optimizer", optimizer_s(job, cluster)))
+    gather = gather_s(job, cluster) * micro_batches + reduce_s(job, cluster)
+    terms.append(("gathers and reductions", max(0.05 * gather, gather - HIDDEN_BY_COMPUTE * compute)))
+    terms.append(("all-to-all", all_to_all_s(job, cluster) * micro_batches))
+    terms.append(("tensor parallel", tensor_parallel_s(job, cluster) * micro_batches))
+    terms.append(("context exchange", context_s(job, cluster) * micro_batches))
+    if layout.pp > 1 and layout.sharding != "pipeline_naive":
+        bubble = (layout.pp - 1) / (micro_batches * layout.virtual_stages)
+        terms.append(("pipeline bubble", compute * bubble))
+    return TimeEstimate(
+        terms=tuple((name, seconds) for name, seconds in terms if seconds > 0),
+        tokens_per_step=tokens_per_step,
+        gpus=layout.ranks,
+        flops_per_step=(products + attention) * tokens_per_step,
+        efficiency=known.share,
+        efficiency_source=known.source,
+    )
+
+
+def flops_per_token(job: Job) -> tuple[float, float, float]:
+    """(matrix products, attention, recomputation): forward and backward of one token.
+
+    The backward pass costs twice the forward where weights train; a frozen weight needs the input's gradient only,
+    once. Attention's backward costs 2.5 forwards with a fused kernel, which recomputes the scores.
+    """
+    shape = job.shape
+    forward = sum(linear.flops_per_token for group in built(shape) for linear in group.linears)
+    if shape.tied:
+        forward += 2 * shape.vocab * shape.hidden
+    adapters = 0.0
+    if job.adapter is not None:
+        roles, names = job.adapter.roles, job.adapter.names
+        adapters = sum(
+            2 * job.adapter.rank * (linear.inputs + linear.outputs) * linear.active
+            for _, linear in shape.linears(roles)
+            if names is None or linear.name in names
+        )
+    backward = 2.0 if job.method == "full" else 1.0
+    length = job.attention_tokens or job.tokens_per_row
+    attention = sum(attention_flops(layer.attention, length) for layer in shape.layers if layer.attention)
+    head = 2 * shape.vocab * shape.hidden
+    repeated = {"none": 0.0, "per_op": 0.3, "alternate": 0.5, "full": 1.0}[job.checkpointing]
+    again = repeated * (forward - head + attention + adapters)
+    return forward * (1 + backward) + 3 * adapters, attention * 3.5, again
+
+
+def built(shape: ModelShape) -> list[TensorGroup]:
+    return [group for group in shape.groups if group.role != "mtp"]
+
+
+def attention_flops(attention: Attention, length: int) -> float:
+    """Forward FLOPs of one token of a document of `length` tokens: half the square, within the window."""
+    if attention.kind == "linear":
+        return 6.0 * attention.heads * attention.qk_dim * attention.v_dim
+    keys = length / 2
+    if attention.window_tokens is not None:
+        window = attention.window_tokens
+        keys = min(keys, window if length > window else length / 2)
+    if attention.index_top_k is not None:
+        keys = min(keys, attention.index_top_k)
+    if attention.compression > 1:
+        keys = keys / attention.compression + (attention.window_tokens or 0)
+    indexer = 2.0 * attention.index_heads * attention.index_dim * (length / 2 / attention.compression)
+    return 2.0 * attention.heads * (attention.qk_dim + attention.v_dim) * keys + indexer
+
+
+def weight_traffic_s(job: Job, cluster: Cluster) -> float:
+    """Seconds to read this rank's weights three times, forward, recomputation and backward, for one micro-batch."""
+    policy = find_policy(job.framework)
+    held = shares(job, policy, 0)
+    passes = 3 if job.checkpointing == "full" else 2
+    size = sum(weight_bytes(job, policy, item) for item in held if item.group.layer is not None)
+    return passes * size / cluster.gpu.bandwidth_bytes_per_s
+
+
+def optimizer_s(job: Job, cluster: Cluster) -> float:
+    """The update reads and writes weights, gradients and state once."""
+    policy = find_policy(job.framework)
+    own = states(job, policy, shares(job, policy, 0))
+    return 2 * (own.trained_weights + own.adapters + own.grads + own.optimizer) / cluster.gpu.bandwidth_bytes_per_s
+
+
+def transfer_s(cluster: Cluster, group: int, size: float) -> float:
+    """Seconds for a rank to send `size` bytes within a group of neighbouring ranks."""
+    return size / (cluster.slowest_link_bytes_per_s(group) * LINK_EFFICIENCY)
+
+
+def gather_s(job: Job, cluster: Cluster) -> float:
+    """FSDP and ZeRO-3 gather the weights for the forward and again for the backward pass of each micro-batch."""
+    layout = job.layout
+    if layout.sharding not in FULLY_SHARDED or layout.shards == 1:
+        return 0.0
+    policy = find_policy(job.framework)
+    size = sum(
+        min(weight_bytes(job, policy, item), item.parameters * B) * (1 - 1 / item.shards)
+        for item in shares(job, policy, 0)
+        if item.shards > 1
+    )
+    return transfer_s(cluster, layout.ranks, 2 * size)
+
+
+def reduce_s(job: Job, cluster: Cluster) -> float:
+    """Gradients travel once a step: reduce-scatter where they are sharded, all-reduce (twice the bytes) where not."""
+    layout = job.layout
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    policy = find_policy(job.framework)
+    types = policy.trained(job)
+    times = 1 if layout.sharding in ("zero2", *FULLY_SHARDED) else 2
+    size = sum((item.parameters if item.trains else item.adapters) for item in shares(job, policy, 0)) * types.grad
+    return transfer_s(cluster, layout.ranks, times * size)
+
+
+def all_to_all_s(job: Job, cluster: Cluster) -> float:
+    """Tokens to their experts and back, in the forward, the recomputed forward and the backward pass."""
+    layout, shape = job.layout, job.shape
+    if layout.ep == 1:
+        return 0.0
+    passes = 6 if job.checkpointing == "full" else 4
+    visits = sum(layer.mlp.top_k for layer in shape.layers if layer.mlp and layer.mlp.experts) / layout.pp
+    tokens = job.micro_batch_tokens / (layout.tp if layout.sequence_parallel else 1)
+    size = passes * visits * tokens * shape.hidden * B * (1 - 1 / layout.ep) * job.imbalance
+    return transfer_s(cluster, layout.ep, size)
+
+
+def tensor_parallel_s(job: Job, cluster: Cluster) -> float:
+    """Two all-reduces a layer and pass (or the reduce-scatters and gathers that make them up)."""
+    layout = job.layout
+    if layout.tp == 1:
+        return 0.0
+    passes = 3 if job.checkpointing == "full" else 2
+    size = 2 * passes * 2 * job.micro_batch_tokens * job.shape.hidden * B * (1 - 1 / layout.tp)
+    return transfer_s(cluster, layout.tp, size * len(job.shape.layers) / layout.pp)
+
+
+def context_s(job: Job, cluster: Cluster) -> float:
+    """Keys and values go round the ring, with their gradients in the backward pass."""
+    layout = job.layout
+    if layout.cp == 1:
+        return 0.0
+    width = sum(
+        (layer.attention.heads if layer.attention.kv_rank else layer.attention.kv_heads)
+        * (layer.attention.qk_dim + layer.attention.v_dim)
+        for layer in job.shape.layers
+        if layer.attention is not None and layer.attention.kind != "linear"
+    )
+    passes = 4 if job.checkpointing == "full" else 3
+    size = passes * job.micro_batch_tokens * width * B * (layout.cp - 1) / layout.pp / layout.tp
+    return transfer_s(cluster, layout.tp * layout.cp, size)
+
+
+def calibrated(job: Job, cluster: Cluster, *, tokens_per_step: int, measured_step_s: float) -> Efficiency:
+    """The efficiency at which the estimate meets a measured step.
+
+    Communication and memory terms keep their estimates; what is left is compute. A step faster than those terms
+    alone gives their sum's tenth as compute.
+    """
+    estimate = estimate_time(job, cluster, tokens_per_step=tokens_per_step)
+    compute_names = ("matrix products", "attention", "recomputation")
+    compute = sum(seconds for name, seconds in estimate.terms if name in compute_names)
+    rest = estimate.step_s - compute
+    left = max(measured_step_s - rest, 0.1 * measured_step_s)
+    share = min(1.0, estimate.efficiency * compute / left) if math.isfinite(left) and left > 0 else estimate.efficiency
+    return Efficiency(share=share, source=f"measured: {measured_step_s:.2f} s a step")
