@@ -1,0 +1,124 @@
+"""Sources of log text: files, folders, gzip and standard input, as chunks of bytes with one newline form."""
+
+import codecs
+import gzip
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from gatewright.spec.errors import UserError
+
+CHUNK_BYTES = 2**22
+MAX_FILES = 256
+MAX_ENTRIES = 20_000
+"""Entries of a folder that are looked at; a folder of more is not a folder of logs."""
+_LOG_SUFFIXES = {".log", ".out", ".err", ".txt", ".jsonl", ".gz", ".o", ".e", ""}
+_NOT_LOGS = {"METADATA", "LICENSE", "README", "Makefile", "Dockerfile"}
+_CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
+_BINARY_SHARE = 0.1
+
+
+class LogError(UserError):
+    """Nothing that can be read as a log was given."""
+
+
+def find_logs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The files to read, folders searched, and notes on what was left out. Raises LogError where nothing is left."""
+    files: list[Path] = []
+    notes: list[str] = []
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise LogError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise LogError(f"{str(path)!r} is not a path") from None
+        if stat.S_ISDIR(mode):
+            files += _in_folder(path, notes)
+        else:
+            files.append(path)
+    if not files:
+        raise LogError(f"{', '.join(map(str, paths))}: no log in it; wanted files such as *.log, *.out, *.err, *.jsonl")
+    return files, notes
+
+
+def _in_folder(folder: Path, notes: list[str]) -> list[Path]:
+    """Logs below a folder: the newest, oldest of them first."""
+    found: list[tuple[float, Path]] = []
+    looked_at = 0
+    for place, folders, names in os.walk(folder, onerror=None):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint", "__pycache__")))
+        for name in sorted(names):
+            looked_at += 1
+            if looked_at > MAX_ENTRIES:
+                break
+            path = Path(place, name)
+            if path.suffix.lower() in _LOG_SUFFIXES and name not in _NOT_LOGS:
+                try:
+                    status = path.stat()
+                except OSError:
+                    continue
+                if stat.S_ISREG(status.st_mode) and status.st_size:
+                    found.append((status.st_mtime, path))
+        if looked_at > MAX_ENTRIES:
+            notes.append(
+                f"{folder}: only the first {MAX_ENTRIES:,} files were looked at; name the logs, or a folder of them"
+            )
+            break
+    found.sort()
+    if len(found) > MAX_FILES:
+        notes.append(f"{folder}: {len(found):,} logs; the newest {MAX_FILES} are read")
+    return [path for _, path in found[-MAX_FILES:]]
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The file, unpacked where it is gzip. Raises LogError."""
+    try:
+        file = path.open("rb")
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read: {error.strerror}") from None
+    return gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[return-value]
+
+
+def chunks(file: BinaryIO, *, name: str) -> Iterator[bytes]:
+    """The bytes of a log in UTF-8, about CHUNK_BYTES at a time. Raises LogError where it is no text."""
+    first = True
+    decoder: codecs.IncrementalDecoder | None = None
+    for raw in _raw_chunks(file, name=name):
+        if first:
+            first = False
+            decoder = _wide_decoder(raw)
+            if decoder is None and is_binary(raw[:65536]):
+                raise LogError(f"{name} is a binary file, not a log")
+        yield decoder.decode(raw).encode("utf-8", "replace") if decoder else raw
+
+
+def _raw_chunks(file: BinaryIO, *, name: str) -> Iterator[bytes]:
+    while True:
+        try:
+            raw = file.read(CHUNK_BYTES)
+        except (OSError, EOFError, ValueError) as error:  # a gzip file that is cut off, or not one
+            if isinstance(error, OSError) and error.errno:
+                raise LogError(f"{name}: cannot be read: {error.strerror}") from None
+            return
+        if not raw:
+            return
+        yield raw
+
+
+def _wide_decoder(raw: bytes) -> codecs.IncrementalDecoder | None:
+    """A decoder for UTF-16, which PowerShell writes."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return codecs.getincrementaldecoder("utf-16")("replace")
+    return None
+
+
+def is_binary(sample: bytes) -> bool:
+    """Whether bytes are something else than text in a superset of ASCII."""
+    if not sample:
+        return False
+    return len(sample) - len(sample.translate(None, _CONTROL)) > _BINARY_SHARE * len(sample)
