@@ -118,7 +118,7 @@ def _judge_life(lives: Sequence[Life], zero: Sequence[Finding], tool: str, setti
     found = [(cause, one) for cause, seen in _merged(lives) if (one := finding(cause, seen, log)) is not None]
     unread = sorted((one for life in lives for one in life.exceptions), key=_order_of(lives))
     by_role = {role: [one for cause, one in found if _role(cause, one) is role] for role in Role}
-    roots = _in_order([*by_role[Role.ROOT], *zero], lives)
+    roots = _in_order([*by_role[Role.ROOT], *(one for one in zero if one.confidence != "possible")], lives)
     generic = _in_order(by_role[Role.GENERIC], lives)
     cascades = _in_order(by_role[Role.CASCADE], lives)
     hints = _in_order(by_role[Role.HINT], lives)
@@ -135,7 +135,7 @@ def _judge_life(lives: Sequence[Life], zero: Sequence[Finding], tool: str, setti
         generic.sort(
             key=lambda one: one.code == UNRECOGNISED.code and len(generic) > 1 and generic[0].kind == "host_oom"
         )
-    ordered = [*roots, *generic, *cascades]
+    ordered = [*roots, *generic, *cascades, *(one for one in zero if one.confidence == "possible")]
     if not ordered:
         return _without_failure(lives, hints)
     root = ordered[0]

@@ -46,7 +46,6 @@ CAUSES: tuple[Cause, ...] = (
         title="The checkpoint named is not there",
         confidence="certain",
         signs=(
-            sign("Can't find a valid checkpoint", pattern=r"Can't find a valid checkpoint at (?P<path>\S+)"),
             sign(
                 "checkpoint",
                 "resume",

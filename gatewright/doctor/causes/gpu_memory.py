@@ -41,6 +41,11 @@ def out_of_memory(cause: Cause, seen: Seen, log: Log) -> Finding | None:
     )
 
 
+def masked(cause: Cause, seen: Seen, log: Log) -> Finding | None:
+    """A library's own status for a full card."""
+    return plain_finding(cause, seen, log, numbers=(("cause", "pressure"),))
+
+
 _PAGE_OF = {
     "absurd_request": "absurd-request",
     "fraction_cap": "fraction-cap",
@@ -195,6 +200,7 @@ CAUSES: tuple[Cause, ...] = (
             "If memory is not full, run once with CUDA_LAUNCH_BLOCKING=1 and check that every token id is below the "
             "number of embedding rows.",
         ),
+        judge=masked,
         outranks=3,
     ),
     Cause(
@@ -229,7 +235,7 @@ CAUSES: tuple[Cause, ...] = (
                 "allocator option",
                 pattern=r"Unrecognized (?:\w*CachingAllocator|allocator) option",
             ),
-            sign("Expected a single True/False argument", "Error, expecting"),
+            sign("Expected a single True/False argument", "ConfigTokenizer"),
             sign("Unrecognized key", pattern=r"Unrecognized key '[^']*' in .*(?:AllocatorConfig|allocator)"),
             sign(
                 "ALLOC_CONF",

@@ -43,7 +43,13 @@ CAUSES: tuple[Cause, ...] = (
         confidence="certain",
         signs=(
             sign("oom-kill event", "oom_kill event", pattern=r"[Dd]etected (?P<events>\d+) oom[-_]kill event"),
-            sign("have been OOM Killed", "OUT_OF_MEMORY", "Exceeded job memory limit", "exceeded memory limit"),
+            sign(
+                "Exceeded step memory limit",
+                "have been OOM Killed",
+                "OUT_OF_MEMORY",
+                "Exceeded job memory limit",
+                "exceeded memory limit",
+            ),
             sign("memory limit", pattern=r"(?:job|step|Job|Step)\b.* exceeded (?:virtual )?memory limit"),
             sign("Out Of Memory", pattern=r"(?:task \d+|srun: error).*Out Of Memory"),
         ),
@@ -66,12 +72,14 @@ CAUSES: tuple[Cause, ...] = (
                 pattern=r"Out of memory: Killed process (?P<pid>\d+)|oom-kill:|Memory cgroup out of memory",
             ),
             sign("invoked oom-killer", "Memory cgroup out of memory", "oom_reaper"),
+            sign("cgroup out-of-memory handler", "memory pressure (OOM)", "node running low on memory"),
+            sign("systemd-oomd", "earlyoom", "paging file is too small"),
             sign("OOMKilled", "OOM killer", "OOM Killer", "oom-killer", "oom killer"),
         ),
         text="The kernel's OOM killer ended a process of the run: the node ran out of host memory.",
         why=_WHY,
         fix=_FIX,
-        outranks=6,
+        outranks=9,
     ),
     Cause(
         code="GW517",
@@ -84,7 +92,10 @@ CAUSES: tuple[Cause, ...] = (
             sign("exitcode", "exit code", pattern=r"exit ?code\s*:?\s*-9\b|exit ?code:? 137\b"),
             sign(
                 "SIGKILL",
-                pattern=r"(?:[Ss]ignal 9|-9)\b.*SIGKILL|died with <Signals\.SIGKILL|SIGKILL.*(?:received|by PID)",
+                pattern=(
+                    r"(?:[Ss]ignal 9|-9)\b.*SIGKILL|died with <Signals\.SIGKILL|"
+                    r"SIGKILL.*(?:received|by PID)|with signal SIGKILL"
+                ),
             ),
             sign("Exited with exit code", pattern=r"Exited with exit code 137"),
             sign(
@@ -94,7 +105,25 @@ CAUSES: tuple[Cause, ...] = (
                     r"Killed\s+\S|,[^,]*Killed$"
                 ),
             ),
-            sign("return code", "returned code", pattern=r"return(?:ed)? code:? (?:-9|137)\b"),
+            sign(
+                "return code",
+                "returned code",
+                "exit status",
+                "exit code",
+                "Exit code",
+                "Exit Code",
+                "ExitCode",
+                pattern=r"return(?:ed)? code:? (?:-9|137)\b|[Ee]xit (?:[Ss]tatus|[Cc]ode):? ?137\b|ExitCode[=:]0:9\b",
+            ),
+            sign(
+                "killed:",
+                "Killed:",
+                "signal",
+                pattern=(
+                    r"[Kk]illed: 9\b|(?:exited|terminated|died|ended) (?:with|by|on) signal:? "
+                    r"?(?:9\b|SIGKILL|KILL)"
+                ),
+            ),
             sign("killed by signal", pattern=r"killed by signal:? (?:9|Killed)"),
         ),
         text="A process was killed by signal 9.",

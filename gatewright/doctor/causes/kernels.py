@@ -123,6 +123,7 @@ CAUSES: tuple[Cause, ...] = (
         signs=(
             sign(
                 "bitsandbytes",
+                "binary not found at",
                 pattern=(
                     r"Could not find the bitsandbytes (?:ROCm|CUDA) binary|libbitsandbytes_\w+\.so.*(?:cannot open|"
                     r"not found|undefined)"
@@ -130,10 +131,13 @@ CAUSES: tuple[Cause, ...] = (
                     r"found|Setup failed"
                     r"|library load error|not supported|no GPU|CPU[- ]only)|libbitsandbytes_cpu\.so|No module named "
                     r"'?bitsandbytes"
+                    r"|Could not load bitsandbytes native library|Configured \w+ binary not found"
+                    r"|^(?!.*Loading binary).*libbitsandbytes_\w+"
                     r"|[Uu]sing (?:the )?`?bitsandbytes`?.*requires|bitsandbytes.*(?:requires|is required)"
                 ),
             ),
-            sign("ROCm Setup failed", "CUDA Setup failed", "CUDA_SETUP", "without GPU support"),
+            sign("ROCm Setup failed", "CUDA Setup failed", "CUDA SETUP: Setup Failed", "binary not found at"),
+            sign("ops.hip", "ops.cu", pattern=r"Error .+ at line \d+ in file .*ops\.(?:hip|cu)"),
             sign(
                 "int matmul", "get_native_library", "cquantize_blockwise", "cget_managed_ptr", "cdequantize_blockwise"
             ),

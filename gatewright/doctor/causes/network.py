@@ -229,7 +229,8 @@ CAUSES: tuple[Cause, ...] = (
         severity="warning",
         confidence="possible",
         signs=(
-            sign("iommu=pt", pattern=r'Missing "?iommu=pt'),
+            sign("iommu=pt", "system instablity or hang", "system instability or hang"),
+            sign("NET/OFI", pattern=r"NET/OFI.*(?:initialization failed|[Uu]nable|not found|failed)"),
             sign("librccl-net", pattern=r"No plugin found \(librccl-net\.so\)|librccl-net.*(?:not found|cannot open)"),
             sign("Connected all rings", "Connected all trees"),
             sign("RCCL", pattern=r"RCCL.*(?:hang|hung|stuck|deadlock|time(?:d )?out)"),

@@ -90,9 +90,11 @@ CAUSES: tuple[Cause, ...] = (
                 "PytorchStreamWriter",
                 "inline_container",
                 "unexpected pos",
+                "iostream error",
+                "requested and",
                 pattern=(
                     r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. (?:unexpected pos|enforce "
-                    r"fail)|unexpected pos \d+ vs \d+"
+                    r"fail)|unexpected pos \d+ vs \d+|basic_ios::clear: iostream error|\d+ requested and \d+ written"
                 ),
             ),
             sign("FileNotFoundError", pattern=r"not enough (?:free )?(?:disk )?space"),
