@@ -90,7 +90,7 @@ class Job:
     shape: ModelShape
     method: Method
     framework: str = "gatewright"
-    """Key of the policy table (planner/data/policies.json)."""
+    """Key of the policy table (catalog/frameworks.json)."""
     adapter: Adapter | None = None
     frozen: frozenset[TensorRole] = frozenset()
     """Roles that do not train in full fine-tuning."""

@@ -12,8 +12,9 @@ from gatewright.planner.memory_gather import (
 )
 from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
 from gatewright.planner.memory_reserve import intervals
-from gatewright.planner.memory_states import Share, States, grad_shards, shares, stage_layers, states
+from gatewright.planner.memory_states import Held, States, grad_shards, shares, stage_layers, states
 from gatewright.planner.policy import Policy, Types, find_policy
+from gatewright.spec.hardware import GIB
 from gatewright.spec.plan import Interval, MemoryEstimate, Metric, Part, Phase, PhaseName
 
 
@@ -25,7 +26,7 @@ class Stage:
     policy: Policy
     types: Types
     """Of the parameters that train."""
-    held: list[Share]
+    held: Held
     states: States
     work: list[LayerWork]
     """One for each block of the stage."""
@@ -268,7 +269,9 @@ def backward_end_parts(at: Stage) -> list[Part]:
     """The first block is differentiated: all gradients but its own exist, no other block's activations do."""
     parts = resident_parts(at)
     if not at.types.grad_persists and not at.job.step_in_backward:
-        parts.append(part("gradients", at.states.grads - last_grads(at), at.states.grads_formula))
+        missing = last_grads(at)
+        formula = f"{at.states.grads_formula}, less {missing / GIB:.2f} GiB that are made last"
+        parts.append(part("gradients", at.states.grads - missing, formula))
     if at.worst is None:
         return parts
     if at.in_flight > 1:
@@ -279,19 +282,20 @@ def backward_end_parts(at: Stage) -> list[Part]:
 
 def last_grads(at: Stage) -> float:
     """Gradients that the backward pass makes last: of the first block, and of an embedding that is not the head."""
-    first = min((share.group.layer for share in at.held if share.group.layer is not None), default=None)
-    total = 0.0
-    for share in at.held:
-        alone = share.group.role == "embedding" and not at.job.shape.tied
-        if (share.group.layer == first and first is not None) or alone:
-            count = share.parameters if share.trains else share.adapters
-            total += count * at.types.grad / grad_shards(at.job, share)
-    return 0.0 if at.job.accumulate else total
+    if at.job.accumulate:
+        return 0.0
+    last = [at.held.shares[index] for index in at.held.first_block]
+    if not at.job.shape.tied:
+        last += [share for share in at.held.shares if share.group.role == "embedding"]
+    return sum(
+        (share.parameters if share.trains else share.adapters) * at.types.grad / grad_shards(at.job, share)
+        for share in last
+    )
 
 
 def head_grad_bytes(at: Stage) -> float:
     role = "embedding" if at.job.shape.tied else "head"
-    trained = (share for share in at.held if share.trains and share.group.role == role)
+    trained = (share for share in at.held.shares if share.trains and share.group.role == role)
     return sum(share.parameters * at.types.grad / share.shards for share in trained)
 
 

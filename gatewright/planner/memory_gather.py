@@ -3,20 +3,17 @@
 from collections.abc import Callable
 
 from gatewright.planner.job import Job
-from gatewright.planner.memory_states import EXPERTS, Share, quantizes, weight_bytes
+from gatewright.planner.memory_states import EXPERTS, Held, Share, quantizes, weight_bytes
 from gatewright.planner.policy import Policy
 
 FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
 COMPUTE_BYTES = 2
 
 
-def largest_block(held: list[Share], size: Callable[[Share], float]) -> float:
+def largest_block(held: Held, size: Callable[[Share], float]) -> float:
     """Sum of `size` over the sharded tensor groups of a block, for the block with the most."""
-    sums: dict[int, float] = {}
-    for item in held:
-        if item.group.layer is not None and item.shards > 1:
-            sums[item.group.layer] = sums.get(item.group.layer, 0.0) + size(item)
-    return max(sums.values(), default=0.0)
+    sizes = [size(item) if item.shards > 1 else 0.0 for item in held.shares]
+    return max((sum(sizes[index] for index in block) for block in held.blocks), default=0.0)
 
 
 def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
@@ -25,18 +22,20 @@ def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
     return stored + item.adapters * COMPUTE_BYTES
 
 
-def gathered_bytes(job: Job, policy: Policy, held: list[Share], *, blocks: float) -> float:
+def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> float:
     """Weights that FSDP or ZeRO-3 has gathered: some blocks, and the root unit with embedding and head."""
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
     block = largest_block(held, lambda item: gathered_weight(job, policy, item))
-    outside = [gathered_weight(job, policy, item) for item in held if item.group.layer is None and item.shards > 1]
+    outside = [
+        gathered_weight(job, policy, item) for item in held.shares if item.group.layer is None and item.shards > 1
+    ]
     if job.layout.sharding == "zero3":  # modules are released after use, embedding and head too
         return max([block * blocks, *outside])
     return block * blocks + sum(outside)
 
 
-def flight_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+def flight_bytes(job: Job, policy: Policy, held: Held) -> float:
     """Unsharded gradients of the block at work, on their way to the ranks that own them."""
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
@@ -44,30 +43,30 @@ def flight_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
     return count * (COMPUTE_BYTES + policy.reduce_bytes)
 
 
-def unsharded_grads(job: Job, policy: Policy, held: list[Share]) -> float:
+def unsharded_grads(job: Job, policy: Policy, held: Held) -> float:
     """Gradients that are whole on every rank between micro-batches."""
     types = policy.trained(job)
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
-    return sum((item.parameters if item.trains else item.adapters) * types.grad for item in held)
+    return sum((item.parameters if item.trains else item.adapters) * item.count * types.grad for item in held.shares)
 
 
-def bucket_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+def bucket_bytes(job: Job, policy: Policy, held: Held) -> float:
     """Flat buffers in which DDP or DeepSpeed reduces gradients."""
     if job.layout.dp * job.layout.cp == 1 or job.layout.sharding in ("fsdp1", "fsdp2", "pipeline_naive"):
         return 0.0
     if job.layout.sharding == "none" and job.method != "full":
         return 0.0
-    trained = sum(item.parameters if item.trains else item.adapters for item in held)
+    trained = sum((item.parameters if item.trains else item.adapters) * item.count for item in held.shares)
     return policy.buckets * min(policy.bucket_parameters, trained) * policy.trained(job).grad
 
 
-def dequantised_bytes(job: Job, policy: Policy, held: list[Share]) -> float:
+def dequantised_bytes(job: Job, policy: Policy, held: Held) -> float:
     """The largest matrix of a block in the compute type, where weights are stored in few bits."""
     if job.method == "full":
         return 0.0
     largest = 0.0
-    for item in held:
+    for item in held.shares:
         if not quantizes(job, item.group):
             continue
         divisor = item.group.parameters / max(item.parameters, 1)

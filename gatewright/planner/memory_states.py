@@ -1,10 +1,11 @@
 """Weights, gradients and optimizer state of one rank: what each parallel dimension divides, and what it replicates."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from gatewright.planner.job import BYTES_PER_WEIGHT, Job
 from gatewright.planner.policy import Policy, Types
-from gatewright.spec.shape import TensorGroup
+from gatewright.spec.shape import ModelShape, TensorGroup
 
 EXPERTS = "routed_experts"
 REPLICATED_UNDER_TP = ("norms", "router", "residual")
@@ -12,16 +13,72 @@ REPLICATED_UNDER_TP = ("norms", "router", "residual")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The part of one tensor group that a rank works with, before ZeRO or FSDP divides it."""
+    """The part of a tensor group that a rank works with, before ZeRO or FSDP divides it; equal groups are one share."""
 
     group: TensorGroup
+    """One of the equal ones."""
+    count: int
+    """How many of them the rank's pipeline stage has."""
     parameters: float
+    """Of one."""
     matrices: float
     """Of them in linear modules: what a 4-bit format stores small."""
     adapters: float
     shards: int
     """Ranks that ZeRO or FSDP divides it over."""
     trains: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the ranks of one pipeline stage hold."""
+
+    shares: tuple[Share, ...]
+    blocks: frozenset[tuple[int, ...]]
+    """Each kind of block, as indices into `shares`."""
+    first_block: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """A shape's tensor groups with equal ones merged: large models are a few kinds of block, many times."""
+
+    shape: ModelShape
+    groups: tuple[TensorGroup, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    """By layer: indices into `groups`."""
+    outside: tuple[int, ...]
+    """Indices of what belongs to no block."""
+
+
+_KINDS: dict[int, Kinds] = {}
+
+
+def kinds_of(shape: ModelShape) -> Kinds:
+    """Merged once a shape: hashing a large model's groups takes longer than an estimate."""
+    known = _KINDS.get(id(shape))
+    if known is None or known.shape is not shape:
+        known = merge(shape)
+        if len(_KINDS) > 64:
+            _KINDS.clear()
+        _KINDS[id(shape)] = known
+    return known
+
+
+def merge(shape: ModelShape) -> Kinds:
+    groups: list[TensorGroup] = []
+    index: dict[tuple[object, ...], int] = {}
+    blocks: list[list[int]] = [[] for _ in shape.layers]
+    outside: list[int] = []
+    for group in shape.groups:
+        if group.role == "mtp":
+            continue
+        key = (group.role, group.parameters, group.experts, group.linears, group.layer is None)
+        if key not in index:
+            index[key] = len(groups)
+            groups.append(group)
+        (outside if group.layer is None else blocks[group.layer]).append(index[key])
+    return Kinds(shape=shape, groups=tuple(groups), blocks=tuple(map(tuple, blocks)), outside=tuple(outside))
 
 
 def stage_layers(job: Job, stage: int) -> range:
@@ -32,42 +89,44 @@ def stage_layers(job: Job, stage: int) -> range:
     return range(start, start + small + (stage < more))
 
 
-def shares(job: Job, policy: Policy, stage: int) -> list[Share]:
-    """What the ranks of one pipeline stage hold, tensor group by tensor group; MTP layers are left out."""
-    layers = stage_layers(job, stage)
+def shares(job: Job, policy: Policy, stage: int) -> Held:
+    """What the ranks of one pipeline stage hold, kind by kind; MTP layers are left out."""
+    kinds = kinds_of(job.shape)
+    blocks = [kinds.blocks[layer] for layer in stage_layers(job, stage)]
+    counts: Counter[int] = Counter(index for block in blocks for index in block)
+    counts.update(index for index in kinds.outside if on_stage(job, kinds.groups[index], stage))
+    place = {index: position for position, index in enumerate(sorted(counts))}
+    held = [share(job, policy, kinds.groups[index], count=counts[index]) for index in sorted(counts)]
+    if policy.unties_head and job.shape.tied and stage == job.layout.pp - 1:
+        embedding = next(group for group in job.shape.groups if group.role == "embedding")
+        held.append(share(job, policy, replace(embedding, role="head"), count=1))
+    local = [tuple(place[index] for index in block) for block in blocks]
+    return Held(shares=tuple(held), blocks=frozenset(local), first_block=local[0] if local else ())
+
+
+def on_stage(job: Job, group: TensorGroup, stage: int) -> bool:
+    """Embedding and towers on the first stage, the rest of what is no block on the last; a tied head on both."""
     first, last = stage == 0, stage == job.layout.pp - 1
-    held: list[Share] = []
-    for group in job.shape.groups:
-        if group.role == "mtp":
-            continue
-        outside = group.layer is None
-        if not outside and group.layer not in layers:
-            continue
-        if outside and not (first if group.role in ("embedding", "vision") else last):
-            tied_head = group.role == "embedding" and job.shape.tied and last
-            if not tied_head:
-                continue
-        held.append(share(job, policy, group))
-        if group.role == "embedding" and job.shape.tied and policy.unties_head:
-            held.append(share(job, policy, replace(group, role="head")))
-    return held
+    if group.role == "embedding":
+        return first or (last and job.shape.tied)
+    return first if group.role == "vision" else last
 
 
-def share(job: Job, policy: Policy, group: TensorGroup) -> Share:
+def share(job: Job, policy: Policy, group: TensorGroup, *, count: int) -> Share:
     layout = job.layout
     if group.role == EXPERTS:
         divisor = layout.ep * layout.etp
         shards = 1 if policy.fsdp_skips_experts and layout.ep > 1 else layout.expert_shards
     else:
         divisor, shards = (1 if group.role in REPLICATED_UNDER_TP else layout.tp), layout.shards
-    adapters = adapter_parameters(job, group)
-    # A sharded adapter matrix: TP divides one of A and B, EP divides both.
+    # TP divides one of an adapter's two matrices, EP divides both.
     adapter_divisor = divisor if group.role == EXPERTS else 1 + (divisor - 1) / 2
     return Share(
         group=group,
+        count=count,
         parameters=group.parameters / divisor,
         matrices=group.linear_weights / divisor,
-        adapters=adapters / adapter_divisor,
+        adapters=adapter_parameters(job, group) / adapter_divisor,
         shards=shards,
         trains=job.method == "full" and group.role not in job.frozen,
     )
@@ -85,7 +144,7 @@ def adapter_parameters(job: Job, group: TensorGroup) -> int:
 
 
 def weight_bytes(job: Job, policy: Policy, part: Share) -> float:
-    """Stored weights of one share, before ZeRO or FSDP divides them."""
+    """Stored weights of one group of a share, before ZeRO or FSDP divides them."""
     if part.trains:
         return part.parameters * policy.trained(job).weight
     storage = job.storage_of(part.group.role)
@@ -147,25 +206,25 @@ class States:
     optimizer_formula: str = ""
 
 
-def states(job: Job, policy: Policy, held: list[Share]) -> States:
+def states(job: Job, policy: Policy, held: Held) -> States:
     """Sums over the tensor groups."""
     frozen = trained = adapters = grads = optimizer = step = whole = plain = adapter_count = updated = 0.0
     trained_count = frozen_count = 0.0
     zero = job.layout.sharding not in ("none", "pipeline_naive")
-    for part in held:
-        weights = weight_bytes(job, policy, part)
+    types = policy.trained(job)
+    for part in held.shares:
+        weights = weight_bytes(job, policy, part) * part.count
         stored = weights / weight_shards(job, part)
-        types = policy.trained(job)
-        count = part.parameters if part.trains else part.adapters
+        count = (part.parameters if part.trains else part.adapters) * part.count
         own = count / (part.shards if zero else 1)
         whole += weights
         if part.trains:
             trained += stored
-            plain += part.parameters * 2 / weight_shards(job, part)
-            trained_count += part.parameters
+            plain += count * 2 / weight_shards(job, part)
+            trained_count += count
         else:
             frozen += 0.0 if "experts" in job.offload and part.group.role == EXPERTS else stored
-            frozen_count += part.parameters
+            frozen_count += part.parameters * part.count
             adapters += count * types.weight / weight_shards(job, part)
             adapter_count += count
         updated += own
@@ -174,7 +233,6 @@ def states(job: Job, policy: Policy, held: list[Share]) -> States:
         step += own * types.step if job.optimizer == "adamw" else 0.0
     on_host = "weights" in job.offload
     no_state = "optimizer" in job.offload
-    types = policy.trained(job)
     return States(
         frozen_weights=0.0 if on_host else frozen,
         trained_weights=0.0 if on_host else trained,
@@ -188,9 +246,13 @@ def states(job: Job, policy: Policy, held: list[Share]) -> States:
         updated_count=updated,
         frozen_formula=f"{frozen_count:,.0f} parameters held in {job.storage}",
         trained_formula=f"{trained_count:,.0f} × {types.weight:g} B / {shards_text(job)}",
-        grads_formula=f"{trained_count + adapter_count:,.0f} × {types.grad:g} B",
+        grads_formula=f"{trained_count + adapter_count:,.0f} × {types.grad:g} B / {grads_text(job)}",
         optimizer_formula=f"{updated:,.0f} × {optimizer_bytes(job, types):g} B",
     )
+
+
+def grads_text(job: Job) -> str:
+    return str(job.layout.shards if job.layout.sharding in ("zero2", "zero3", "fsdp1", "fsdp2") else 1)
 
 
 def shards_text(job: Job) -> str:

@@ -4,11 +4,13 @@ import difflib
 import functools
 import json
 from dataclasses import dataclass, field, fields
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from gatewright.planner.job import Job
 from gatewright.spec.errors import UserError
+
+TABLE = Path(__file__).parent.parent / "catalog" / "frameworks.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class Types:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One row of data/policies.json, with what it inherits filled in."""
+    """One row of catalog/frameworks.json, with what it inherits filled in."""
 
     key: str
     title: str
@@ -148,8 +150,7 @@ class Policy:
 @functools.cache
 def read_policies() -> dict[str, Policy]:
     """The table, by key, inheritance resolved."""
-    text = resources.files("gatewright.planner").joinpath("data/policies.json").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = json.loads(text)
+    rows: dict[str, dict[str, Any]] = json.loads(TABLE.read_bytes())
     return {key: build(key, rows) for key in rows}
 
 
@@ -171,6 +172,7 @@ def inherited(key: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A row over the row it inherits from; dictionaries are merged key by key."""
     row = rows[key]
     base = inherited(row["inherits"], rows) if "inherits" in row else {}
+    base.pop("aliases", None)
     merged = {**base, **row}
     for name, value in row.items():
         if isinstance(value, dict) and isinstance(base.get(name), dict):

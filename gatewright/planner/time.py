@@ -1,14 +1,15 @@
 """Step time: matrix products, memory traffic and communication against a GPU's rates, with a stated efficiency."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from gatewright.planner.job import Job
-from gatewright.planner.memory_states import shares, states, weight_bytes
+from gatewright.planner.memory_states import kinds_of, shares, states, weight_bytes
 from gatewright.planner.policy import find_policy
 from gatewright.spec.hardware import Cluster
 from gatewright.spec.plan import TimeEstimate
-from gatewright.spec.shape import Attention, ModelShape, TensorGroup
+from gatewright.spec.shape import Attention, TensorGroup
 
 B = 2
 """Bytes of an activation."""
@@ -80,7 +81,10 @@ def flops_per_token(job: Job) -> tuple[float, float, float]:
     once. Attention's backward costs 2.5 forwards with a fused kernel, which recomputes the scores.
     """
     shape = job.shape
-    forward = sum(linear.flops_per_token for group in built(shape) for linear in group.linears)
+    kinds = kinds_of(shape)
+    counts = Counter(index for block in kinds.blocks for index in block)
+    counts.update(kinds.outside)
+    forward = sum(count * group_flops(kinds.groups[index]) for index, count in counts.items())
     if shape.tied:
         forward += 2 * shape.vocab * shape.hidden
     adapters = 0.0
@@ -93,15 +97,16 @@ def flops_per_token(job: Job) -> tuple[float, float, float]:
         )
     backward = 2.0 if job.method == "full" else 1.0
     length = job.attention_tokens or job.tokens_per_row
-    attention = sum(attention_flops(layer.attention, length) for layer in shape.layers if layer.attention)
+    mixers = Counter(layer.attention for layer in shape.layers if layer.attention is not None)
+    attention = sum(count * attention_flops(mixer, length) for mixer, count in mixers.items())
     head = 2 * shape.vocab * shape.hidden
     repeated = {"none": 0.0, "per_op": 0.3, "alternate": 0.5, "full": 1.0}[job.checkpointing]
     again = repeated * (forward - head + attention + adapters)
     return forward * (1 + backward) + 3 * adapters, attention * 3.5, again
 
 
-def built(shape: ModelShape) -> list[TensorGroup]:
-    return [group for group in shape.groups if group.role != "mtp"]
+def group_flops(group: TensorGroup) -> int:
+    return sum(linear.flops_per_token for linear in group.linears)
 
 
 def attention_flops(attention: Attention, length: int) -> float:
@@ -123,9 +128,9 @@ def attention_flops(attention: Attention, length: int) -> float:
 def weight_traffic_s(job: Job, cluster: Cluster) -> float:
     """Seconds to read this rank's weights three times, forward, recomputation and backward, for one micro-batch."""
     policy = find_policy(job.framework)
-    held = shares(job, policy, 0)
+    held = shares(job, policy, 0).shares
     passes = 3 if job.checkpointing == "full" else 2
-    size = sum(weight_bytes(job, policy, item) for item in held if item.group.layer is not None)
+    size = sum(weight_bytes(job, policy, item) * item.count for item in held if item.group.layer is not None)
     return passes * size / cluster.gpu.bandwidth_bytes_per_s
 
 
@@ -148,8 +153,8 @@ def gather_s(job: Job, cluster: Cluster) -> float:
         return 0.0
     policy = find_policy(job.framework)
     size = sum(
-        min(weight_bytes(job, policy, item), item.parameters * B) * (1 - 1 / item.shards)
-        for item in shares(job, policy, 0)
+        min(weight_bytes(job, policy, item), item.parameters * B) * item.count * (1 - 1 / item.shards)
+        for item in shares(job, policy, 0).shares
         if item.shards > 1
     )
     return transfer_s(cluster, layout.ranks, 2 * size)
@@ -163,7 +168,8 @@ def reduce_s(job: Job, cluster: Cluster) -> float:
     policy = find_policy(job.framework)
     types = policy.trained(job)
     times = 1 if layout.sharding in ("zero2", *FULLY_SHARDED) else 2
-    size = sum((item.parameters if item.trains else item.adapters) for item in shares(job, policy, 0)) * types.grad
+    held = shares(job, policy, 0).shares
+    size = sum((item.parameters if item.trains else item.adapters) * item.count for item in held) * types.grad
     return transfer_s(cluster, layout.ranks, times * size)
 
 

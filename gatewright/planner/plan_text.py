@@ -1,0 +1,191 @@
+"""A plan as plain text of at most 100 columns: the answer in the first line, then what it rests on."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from gatewright.spec.hardware import GB, GIB
+from gatewright.spec.plan import Candidate, CostEstimate, MemoryEstimate, Phase, Plan, TimeEstimate
+
+WIDTH = 100
+BAR = 44
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("█", "weights", ("frozen weights", "trained weights", "reference model", "whole checkpoint")),
+    ("▓", "adapters, optimizer", ("adapters", "optimizer state", "optimizer temporaries")),
+    ("▒", "gradients", ("gradients", "gradient buffer", "gradient of the head", "gradients in flight")),
+    ("░", "activations, loss", ()),
+)
+"""Signs of the stacked bar; the last takes every part the others do not name."""
+
+
+def render_plan(plan: Plan, *, explain: bool = False) -> str:
+    """The page a person reads; `explain` adds each part's formula with numbers put in."""
+    lines = [headline(plan), "", *subject(plan)]
+    chosen = plan.chosen
+    if chosen is not None and chosen.memory is not None:
+        lines += ["", *memory_lines(plan, chosen.memory)]
+        if chosen.time is not None:
+            lines += ["", *time_lines(chosen.time, chosen.cost)]
+        lines += wrapped("why", chosen.reasons)
+    if plan.alternatives:
+        lines += ["", "also fits", *(candidate_line(plan, item) for item in plan.alternatives)]
+    if plan.rejected:
+        lines += ["", "does not" if chosen else "closest", *misses(plan.rejected)]
+    if explain and chosen is not None and chosen.memory is not None:
+        lines += ["", *explanation(chosen.memory)]
+    lines += wrapped("notes", plan.notes)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def headline(plan: Plan) -> str:
+    """`fits: 2 × h200, 118.4 GiB of 139.7 at the loss, 9.1 GiB head-room`, or what is too much and what would do."""
+    if plan.chosen is None or plan.chosen.memory is None:
+        enough = f"; {plan.fewest_gpus} would do" if plan.fewest_gpus else ""
+        return f"does not fit: {plan.gpus} × {plan.gpu}{shortage(plan)}{enough}"
+    memory = plan.chosen.memory
+    room = plan.gpu_memory_bytes - memory.device.bytes
+    return (
+        f"fits: {plan.gpus} × {plan.gpu}, {gib(memory.device.bytes)} GiB of {gib(plan.gpu_memory_bytes)} at the "
+        f"{memory.peak.name}, {gib(room)} GiB head-room"
+    )
+
+
+def shortage(plan: Plan) -> str:
+    """How much the nearest layout lacks, or which rule stands in the way."""
+    nearest = next((item for item in plan.rejected if item.memory is not None), None)
+    if nearest is not None and nearest.memory is not None:
+        memory = nearest.memory
+        return f", {gib(memory.device.bytes)} GiB of {gib(plan.capacity_bytes)} usable at the {memory.peak.name}"
+    rule = next((item.refusals[0].rule for item in plan.rejected if item.refusals), "")
+    return f", refused by {rule}" if rule else ""
+
+
+def subject(plan: Plan) -> list[str]:
+    share = plan.trainable_parameters / plan.parameters
+    lines = [
+        f"model     {plan.model}, {count(plan.parameters)} parameters",
+        f"method    {plan.method}: {count(plan.trainable_parameters)} parameters train ({share:.3%})",
+    ]
+    if plan.chosen is not None:
+        fewest = f"; fewest that fit: {plan.fewest_gpus}" if plan.fewest_gpus else ""
+        lines.append(f"layout    {plan.chosen.layout}{fewest}")
+    return lines
+
+
+def memory_lines(plan: Plan, memory: MemoryEstimate) -> list[str]:
+    """A stacked bar a phase on one scale, the largest parts of the peak, and the three metrics."""
+    fullest = max(phase.bytes for phase in memory.phases)
+    scale = max(fullest, plan.gpu_memory_bytes)
+    legend = "  ".join(f"{sign} {name}" for sign, name, _ in GROUPS)
+    lines = [f"per rank, allocated GiB; {legend}"]
+    for phase in memory.phases:
+        mark = " peak" if phase is memory.peak else ""
+        lines.append(f"  {phase.name:9s}{gib(phase.bytes):>8s}  {bar(phase, scale)}{mark}")
+    parts = sorted(memory.peak.parts, key=lambda part: -part.bytes)
+    shown = [f"{part.name} {gib(part.bytes)}" for part in parts if part.bytes >= 0.005 * GIB]
+    lines += textwrap.wrap("at the peak: " + ", ".join(shown), WIDTH, initial_indent="  ", subsequent_indent="    ")
+    for interval in (memory.allocated, memory.reserved, memory.device):
+        low, high = gib(interval.low_bytes), gib(interval.high_bytes)
+        lines.append(f"  {interval.metric:9s}{gib(interval.bytes):>8s}  {low} to {high} GiB in nine runs of ten")
+    return lines
+
+
+def bar(phase: Phase, scale: int) -> str:
+    """One character a share of `scale`; rounding never lets the bar grow past it."""
+    sizes = [sum(part.bytes for part in phase.parts if group_of(part.name) == index) for index in range(len(GROUPS))]
+    drawn, total = "", 0
+    for (sign, _, _), size in zip(GROUPS, sizes, strict=True):
+        total += size
+        drawn += sign * (round(total / scale * BAR) - len(drawn))
+    return drawn + "·" * (BAR - len(drawn))
+
+
+def group_of(name: str) -> int:
+    return next((index for index, (_, _, names) in enumerate(GROUPS) if name in names), len(GROUPS) - 1)
+
+
+def time_lines(time: TimeEstimate, cost: CostEstimate | None) -> list[str]:
+    rate = time.tokens_per_s
+    lines = [
+        f"step      {seconds(time.step_s)} for {time.tokens_per_step:,} tokens, {rate:,.0f} tokens/s",
+        "  " + ", ".join(f"{name} {seconds(value)}" for name, value in time.terms if value >= 0.005 * time.step_s),
+        *textwrap.wrap(
+            f"assumed: {time.efficiency:.0%} of the peak bf16 rate ({time.efficiency_source}); "
+            "a measured step replaces it",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
+    ]
+    if cost is not None:
+        lines.append(cost_line(cost))
+    return lines
+
+
+def cost_line(cost: CostEstimate) -> str:
+    """`cost      2,615 $ for 72.0 h × 8 GPUs × 4.54 $ …`; without a price, only GPU-hours."""
+    if cost.usd is None or cost.usd_per_gpu_hour is None:
+        return f"cost      {cost.gpu_hours:,.0f} GPU-hours; {cost.price_source}"
+    dated = f", {cost.price_date}" if cost.price_date else ""
+    text = (
+        f"cost      {cost.usd:,.0f} $ for {cost.hours:.1f} h × {cost.gpus} GPUs × {cost.usd_per_gpu_hour:.2f} $ "
+        f"({cost.price_source}{dated})"
+    )
+    return text if len(text) <= WIDTH else text[: WIDTH - 2] + "…)"
+
+
+def candidate_line(plan: Plan, item: Candidate) -> str:
+    assert item.memory is not None and item.time is not None
+    price = f"{item.cost.usd:9,.0f} $" if item.cost is not None and item.cost.usd is not None else ""
+    room = plan.gpu_memory_bytes - item.memory.device.bytes
+    return (
+        f"  {item.layout[:44]:44s} {gib(item.memory.device.bytes):>6s} GiB, {gib(room):>5s} free, "
+        f"{seconds(item.time.step_s)} a step{price}"
+    )
+
+
+def misses(rejected: Iterable[Candidate]) -> list[str]:
+    lines = []
+    for item in rejected:
+        refusal = next(iter(item.refusals), None)
+        reason = f"{refusal.rule}: {refusal.reason}" if refusal else "; ".join(item.reasons)
+        lines += textwrap.wrap(f"{item.layout}: {reason}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def explanation(memory: MemoryEstimate) -> list[str]:
+    lines = ["formulas"]
+    for phase in memory.phases:
+        lines.append(f"  {phase.name}: {gib(phase.bytes)} GiB")
+        for part in phase.parts:
+            text = f"{part.name} {gib(part.bytes)} GiB" + (f" = {part.formula}" if part.formula else "")
+            lines += textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="      ")
+    return lines
+
+
+def wrapped(title: str, sentences: Sequence[str]) -> list[str]:
+    if not sentences:
+        return []
+    lines = ["", title]
+    for sentence in sentences:
+        lines += textwrap.wrap(sentence, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def render_comparison(plans: Sequence[Plan]) -> str:
+    """One line a method."""
+    lines = [headline(plan) + f"\n  {plan.method}" for plan in plans]
+    return "\n".join(lines) + "\n"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def count(parameters: int) -> str:
+    return f"{parameters / GB:.2f} B" if parameters >= GB else f"{parameters / 1e6:.2f} M"
+
+
+def seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.2f} s" if value >= 0.095 else f"{value * 1000:.0f} ms"

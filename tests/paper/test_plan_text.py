@@ -1,0 +1,64 @@
+"""The printed plan: golden, narrow, with the answer first."""
+
+from pathlib import Path
+
+import pytest
+
+from gatewright.planner.plan import plan
+from gatewright.planner.plan_text import WIDTH, bar, render_plan
+from gatewright.planner.time import calibrated, estimate_time
+from gatewright.spec.plan import Part, Phase
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def fits() -> str:
+    answer = plan(
+        "Qwen3-235B-A22B", gpu="h200", gpus=8, rank=32, targets=("attention", "experts"), storage="fp8",
+        tokens=8192, hours=72, price=4.54,
+    )  # fmt: skip
+    return render_plan(answer)
+
+
+def does_not_fit() -> str:
+    return render_plan(plan("DeepSeek-V4-Pro", gpu="h200", gpus=4, rank=16))
+
+
+@pytest.mark.parametrize(("name", "text"), [("plan_fits.txt", fits), ("plan_too_large.txt", does_not_fit)])
+def test_golden(name: str, text) -> None:  # type: ignore[no-untyped-def]
+    """Regenerate on purpose: python tests/paper/test_plan_text.py"""
+    assert text() == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_the_answer_is_in_the_first_line_and_no_line_is_wide() -> None:
+    for text in (fits(), does_not_fit(), render_plan(plan("Qwen3-8B", gpu="h100", method="full"), explain=True)):
+        assert text.startswith(("fits: ", "does not fit: "))
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert "nan" not in text.lower() and " -" not in text
+
+
+def test_explain_puts_numbers_into_formulas() -> None:
+    text = render_plan(plan("Qwen3-8B", gpu="h100", method="full"), explain=True)
+    assert "8,190,735,360 × 2 B" in text and "294,912 B a token × 4,096 tokens" in text
+
+
+def test_a_bar_never_grows_past_its_width() -> None:
+    phase = Phase(name="loss", parts=(Part(name="frozen weights", bytes=333), Part(name="logits and loss", bytes=667)))
+    assert len(bar(phase, 1000)) == 44 and "·" not in bar(phase, 1000)
+
+
+def test_a_measured_step_replaces_the_assumed_efficiency() -> None:
+    from gatewright.planner.catalogue import find_gpu, find_shape
+    from gatewright.planner.job import Job
+    from gatewright.spec.hardware import Cluster, Node
+
+    job = Job(shape=find_shape("Qwen3-8B"), method="full")
+    cluster = Cluster(node=Node(gpu=find_gpu("h100"), gpus=1))
+    known = calibrated(job, cluster, tokens_per_step=65536, measured_step_s=12.0)
+    again = estimate_time(job, cluster, tokens_per_step=65536, efficiency=known)
+    assert again.step_s == pytest.approx(12.0, rel=0.02) and "measured" in again.efficiency_source
+
+
+if __name__ == "__main__":
+    (GOLDEN / "plan_fits.txt").write_text(fits(), encoding="utf-8")
+    (GOLDEN / "plan_too_large.txt").write_text(does_not_fit(), encoding="utf-8")
