@@ -76,8 +76,8 @@ def train(run: Run, *, console: Console) -> int:
             raise
         if progress.step < progress.steps:
             events.write(Stop(step=progress.step, reason="interrupted", detail=stop.signal or ""))
-            done = f"saved after step {progress.step}/{progress.steps}" if progress.step else "stopped before the first step"
-            say(f"{done}; start the same command again to go on")
+            where = f"saved after step {progress.step}/{progress.steps}" if progress.step else "no step was made"
+            say(f"{where}; start the same command again to go on")
             return INTERRUPTED
         events.write(Stop(step=progress.step, reason="finished", detail=""))
         say(f"finished: {progress.step} steps, {progress.tokens:,} tokens; results in {output_folder(run)}")
