@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gatewright.planner.architecture import read_shape
+from gatewright.planner.catalogue import Entry, models
 from gatewright.planner.tensors import Block, assemble, grouped_attention, norms, plain_mlp
 from gatewright.spec.shape import Attention, Layer, Mlp, ModelShape
 
@@ -19,7 +20,7 @@ DATA = Path(__file__).parent / "data" / "models.json"
 class Found:
     shape: ModelShape
     how: str
-    """table, or guess: shape scaled from a known model to the parameter count the row states."""
+    """table, catalogue, or guess: shape scaled from a known model to the parameter count the row states."""
 
 
 def find_shape(name: str, *, total_b: float | None, active_b: float | None, moe: bool) -> Found | None:
@@ -31,6 +32,9 @@ def find_shape(name: str, *, total_b: float | None, active_b: float | None, moe:
             off = total_b and abs(shape.parameters / 1e9 / total_b - 1)
             if not off or off < 0.35 or "config" not in row:
                 return Found(shape, "table")
+    listed = catalogue_shapes().get(key.replace(" ", "-"))
+    if listed is not None:
+        return Found(listed.shape(), "catalogue")
     size = total_b or size_in_name(key)
     if size is None:
         return None
@@ -46,6 +50,13 @@ def normalised(name: str) -> str:
 @functools.cache
 def table() -> dict[str, Any]:
     return json.loads(DATA.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def catalogue_shapes() -> dict[str, Entry]:
+    """The product's catalogue by normalised name, hub name and alias."""
+    named = ((name, item) for item in models() for name in (item.name, item.hub.split("/")[1], *item.also))
+    return {normalised(name): item for name, item in named}
 
 
 @functools.cache

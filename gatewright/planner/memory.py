@@ -7,6 +7,7 @@ from gatewright.planner.memory_gather import (
     bucket_bytes,
     dequantised_bytes,
     flight_bytes,
+    gathered_block,
     gathered_bytes,
     unsharded_grads,
 )
@@ -122,6 +123,7 @@ def phases_of(at: Stage) -> tuple[tuple[Phase, ...], int]:
         phase("loss", loss_parts(at)),
         phase("backward", max((backward_start_parts(at), backward_end_parts(at)), key=total)),
         phase("step", step_parts(at)),
+        phase("save", save_parts(at)),
     )
     return phases, total(resident_parts(at))
 
@@ -308,4 +310,14 @@ def step_parts(at: Stage) -> list[Part]:
     grouped = at.job.layout.sharding in ("zero1", "zero2", "zero3") and at.types.master > 0
     group = min(at.policy.step_group_bytes, 4 * at.states.updated_count) if grouped else 0.0
     parts.append(part("optimizer temporaries", max(temporary, group)))
+    return parts
+
+
+def save_parts(at: Stage) -> list[Part]:
+    """Tensors go to the host one block at a time; adapters go whole."""
+    parts = resident_parts(at)
+    if at.job.method == "full":
+        parts.append(part("gathered weights", gathered_block(at.job, at.policy, at.held)))
+    elif at.job.layout.shards > 1:
+        parts.append(part("gathered adapters", at.states.adapter_count * at.types.weight))
     return parts

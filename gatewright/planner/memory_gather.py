@@ -26,13 +26,20 @@ def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> fl
     """Weights that FSDP or ZeRO-3 has gathered: some blocks, and the root unit with embedding and head."""
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
-    block = largest_block(held, lambda item: gathered_weight(job, policy, item))
+    block = gathered_block(job, policy, held)
     outside = [
         gathered_weight(job, policy, item) for item in held.shares if item.group.layer is None and item.shards > 1
     ]
     if job.layout.sharding == "zero3":  # modules are released after use, embedding and head too
         return max([block * blocks, *outside])
     return block * blocks + sum(outside)
+
+
+def gathered_block(job: Job, policy: Policy, held: Held) -> float:
+    """Full weights of the largest block, where they are sharded."""
+    if job.layout.sharding not in FULLY_SHARDED:
+        return 0.0
+    return largest_block(held, lambda item: gathered_weight(job, policy, item))
 
 
 def flight_bytes(job: Job, policy: Policy, held: Held) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gatewright.planner.job import Job
 from gatewright.planner.policy import Policy
-from gatewright.spec.plan import Interval, Metric, Phase
+from gatewright.spec.plan import Interval, Metric, Phase, PhaseName
 
 SHARDED = ("fsdp1", "fsdp2", "zero3")
 
@@ -57,16 +57,19 @@ def missing_grads(phases: Sequence[Phase]) -> int:
     """Gradients of the step phase that the peak phase does not hold."""
     peak = max(phases, key=lambda phase: phase.bytes)
     at_peak, at_step = (
-        sum(part.bytes for part in phase.parts if part.name == "gradients") for phase in (peak, phases[-1])
+        sum(part.bytes for part in phase.parts if part.name == "gradients") for phase in (peak, named(phases, "step"))
     )
     return max(0, at_step - at_peak)
 
 
 def unshared_step(phases: Sequence[Phase], resident: int) -> int:
     """The update's temporaries are as large as flat shards; the activations' blocks do not serve them."""
-    temporaries = sum(part.bytes for part in phases[-1].parts if part.name == "optimizer temporaries")
-    backward = next(phase.bytes for phase in phases if phase.name == "backward")
-    return min(temporaries, max(0, backward - resident))
+    temporaries = sum(part.bytes for part in named(phases, "step").parts if part.name == "optimizer temporaries")
+    return min(temporaries, max(0, named(phases, "backward").bytes - resident))
+
+
+def named(phases: Sequence[Phase], name: PhaseName) -> Phase:
+    return next(phase for phase in phases if phase.name == name)
 
 
 def interval(metric: Metric, value: float, margin: float, policy: Policy, *, moe: bool) -> Interval:

@@ -2,8 +2,10 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from gatewright.spec.hardware import GB, GIB
+from gatewright.spec.hardware import GB, GIB, Gpu
 from gatewright.spec.plan import Candidate, CostEstimate, MemoryEstimate, Phase, Plan, TimeEstimate
 
 WIDTH = 100
@@ -175,6 +177,40 @@ def render_comparison(plans: Sequence[Plan]) -> str:
     """One line a method."""
     lines = [headline(plan) + f"\n  {plan.method}" for plan in plans]
     return "\n".join(lines) + "\n"
+
+
+def render_fewest(fewest: Sequence[tuple[Gpu, int | None]]) -> str:
+    """A line a GPU: the fewest that fit, their memory together, and the dollars an hour where a price is known."""
+    lines = []
+    for gpu, gpus in fewest:
+        if gpus is None:
+            lines.append(f"{gpu.name:16s}   none of the sizes tried fits")
+            continue
+        price = gpu.price()
+        hourly = f"{gpus * price.usd_per_hour:9,.2f} $/h ({price.kind}, {price.date})" if price else "   no price known"
+        lines.append(f"{gpu.name:16s}{gpus:5d}  {gpus * gpu.memory_gib:8,.0f} GiB{hourly}")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values for `--json`, derived figures included; field names are those of spec/plan.py."""
+    document = asdict(plan)
+    document["fits"] = plan.fits
+    for item, plain in zip(
+        (plan.chosen, *plan.alternatives, *plan.rejected),
+        (document["chosen"], *document["alternatives"], *document["rejected"]),
+        strict=True,
+    ):
+        if item is None:
+            continue
+        if item.memory is not None:
+            plain["memory"]["peak"] = item.memory.peak.name
+        if item.time is not None:
+            plain["time"]["step_s"] = item.time.step_s
+            plain["time"]["tokens_per_s"] = item.time.tokens_per_s
+        if item.cost is not None:
+            plain["cost"]["usd"] = item.cost.usd
+    return document
 
 
 def gib(size: int) -> str:

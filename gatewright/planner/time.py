@@ -29,12 +29,12 @@ class Efficiency:
 
 
 EFFICIENCY: dict[tuple[str, bool], Efficiency] = {
-    ("nvidia", False): Efficiency(share=0.45, source="torchtitan, Llama 3.1 8B on H100, December 2024: 33 to 45 %"),
-    ("nvidia", True): Efficiency(share=0.25, source="Megatron-Bridge and AutoModel MoE recipes on H100: 20 to 35 %"),
-    ("amd", False): Efficiency(share=0.35, source="LUMI-G and MI300X training reports: 30 to 40 %"),
-    ("amd", True): Efficiency(share=0.20, source="as for dense, less the grouped products' loss seen on NVIDIA"),
+    ("nvidia", False): Efficiency(share=0.40, source="dense training on H100 is published at 35 to 50 %"),
+    ("nvidia", True): Efficiency(share=0.25, source="mixtures of experts on H100 are published at 15 to 35 %"),
+    ("amd", False): Efficiency(share=0.35, source="dense training on MI250X and MI300X is published at 30 to 40 %"),
+    ("amd", True): Efficiency(share=0.20, source="taken as for NVIDIA: grouped products lose half of the dense share"),
 }
-"""By (vendor, mixture of experts). Replaced by a measured step: `plan --calibrate`."""
+"""By (vendor, mixture of experts): an assumption to be replaced by a measured step (`calibrated`)."""
 
 
 def estimate_time(

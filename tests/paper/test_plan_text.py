@@ -1,12 +1,17 @@
 """The printed plan: golden, narrow, with the answer first."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from gatewright.planner.plan import plan
-from gatewright.planner.plan_text import WIDTH, bar, render_plan
+from gatewright.planner.catalogue import find_gpu, find_shape, gpus
+from gatewright.planner.job import Job
+from gatewright.planner.plan import plan, which_gpus
+from gatewright.planner.plan_text import WIDTH, as_json, bar, render_fewest, render_plan
+from gatewright.planner.search import Question
 from gatewright.planner.time import calibrated, estimate_time
+from gatewright.spec.hardware import Cluster, Node
 from gatewright.spec.plan import Part, Phase
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -42,16 +47,27 @@ def test_explain_puts_numbers_into_formulas() -> None:
     assert "8,190,735,360 × 2 B" in text and "294,912 B a token × 4,096 tokens" in text
 
 
+def test_json_carries_derived_figures_and_no_nan() -> None:
+    answer = plan("Qwen3-8B", gpu="h100", method="full", hours=10, price=2.0)
+    document = json.loads(json.dumps(as_json(answer), allow_nan=False))
+    assert document["fits"] and document["chosen"]["cost"]["usd"] == 20.0
+    assert document["chosen"]["memory"]["peak"] == "step" and document["chosen"]["time"]["step_s"] > 0
+
+
+def test_fewest_of_each_gpu_is_a_line_with_its_price() -> None:
+    job = Job(shape=find_shape("Qwen3-8B"), method="full", loss="linear")
+    question = Question(job=job, gpu=find_gpu("h100"), per_node=8, tokens_per_step=65536)
+    lines = render_fewest(which_gpus(question)).splitlines()
+    assert len(lines) == len(gpus()) and any(line.startswith("h200") and "1" in line for line in lines)
+    assert max(map(len, lines)) <= WIDTH
+
+
 def test_a_bar_never_grows_past_its_width() -> None:
     phase = Phase(name="loss", parts=(Part(name="frozen weights", bytes=333), Part(name="logits and loss", bytes=667)))
     assert len(bar(phase, 1000)) == 44 and "·" not in bar(phase, 1000)
 
 
 def test_a_measured_step_replaces_the_assumed_efficiency() -> None:
-    from gatewright.planner.catalogue import find_gpu, find_shape
-    from gatewright.planner.job import Job
-    from gatewright.spec.hardware import Cluster, Node
-
     job = Job(shape=find_shape("Qwen3-8B"), method="full")
     cluster = Cluster(node=Node(gpu=find_gpu("h100"), gpus=1))
     known = calibrated(job, cluster, tokens_per_step=65536, measured_step_s=12.0)
