@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -100,44 +102,174 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
     `self` is transformers' experts module; the signature is that of its experts interface.
     """
-    tokens, choices = top_k_index.shape
     expert_S = top_k_index.reshape(-1)
-    order_S = torch.argsort(expert_S, stable=True)
     counts_E = torch.bincount(expert_S, minlength=self.num_experts)
     collector = _counts.get()
     if collector is not None:
         collector.by_layer[self.gatewright_layer] = counts_E
-    ends_E = counts_E.cumsum(0).int()
-
-    x_SH = hidden_states[order_S // choices]
-    sorted_S = expert_S[order_S] if self.has_bias else None
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    inner = _grouped_linear(self, up, x_SH, ends_E, sorted_S)
-    inner_SI = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    y_SH = _grouped_linear(self, "down_proj", inner_SI, ends_E, sorted_S)
-    if self.has_post_expert_norm:
-        y_SH = self.post_expert_norm(y_SH)
-
-    y_SH = y_SH * top_k_weights.reshape(-1)[order_S].unsqueeze(-1)
-    back_S = torch.empty_like(order_S)
-    back_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
-    # A sum over a fixed axis, not index_add: the same result every time, on a GPU too.
-    return y_SH[back_S].view(tokens, choices, hidden_states.shape[1]).sum(dim=1).to(hidden_states.dtype)
+    order_S = torch.argsort(expert_S, stable=True)
+    rows = Rows(order_S, counts_E.cumsum(0).int(), top_k_index.shape[1])
+    lora = self._modules.get(LORA)
+    pairs = (
+        [pair for name in (_up_name(self), "down_proj") for pair in (lora.A[name], lora.B[name])]
+        if lora
+        else [None] * 4
+    )
+    frozen = not any(p.requires_grad for p in self._parameters.values() if p is not None)
+    if frozen and not self.has_bias and not self.has_post_expert_norm:
+        return _FrozenExperts.apply(hidden_states, top_k_weights, *pairs, self, rows)
+    return plain_experts(self, hidden_states, top_k_weights, pairs, rows)
 
 
-def _grouped_linear(experts: nn.Module, name: str, x_S: Tensor, ends_E: Tensor, sorted_S: Tensor | None) -> Tensor:
-    weight = experts._parameters[name]
-    x_S = x_S.to(weight.dtype)
-    y_S = grouped_mm(x_S, weight if experts.is_transposed else weight.transpose(-2, -1), ends_E)
-    if sorted_S is not None:
-        y_S = y_S + experts._parameters[f"{name}_bias"][sorted_S]
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The S = T·k rows of a layer, sorted by expert."""
+
+    order_S: Tensor
+    """Row i of the sorted rows is choice order[i] % k of token order[i] // k."""
+    ends_E: Tensor
+    """int32: where each expert's rows end."""
+    choices: int
+
+    def spread(self, x_TH: Tensor) -> Tensor:
+        """[S, H]: each token once for each of its choices."""
+        return x_TH[self.order_S // self.choices]
+
+    def gather(self, y_SH: Tensor) -> Tensor:
+        """[T, H]: the sum over each token's choices.
+
+        A sum over a fixed axis, not index_add: the same result every time, on a GPU too.
+        """
+        back_S = torch.empty_like(self.order_S)
+        back_S[self.order_S] = torch.arange(self.order_S.numel(), device=self.order_S.device)
+        return y_SH[back_S].view(-1 if len(y_SH) else 0, self.choices, y_SH.shape[1]).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear:
+    """y = x Wᵀ + s (x Aᵀ) Bᵀ, each row with the weights of its expert; and the gradients of it, W being frozen."""
+
+    weight_ENK: Tensor
+    a_ErK: Tensor | None
+    b_ENr: Tensor | None
+    scale: float
+    ends_E: Tensor
+
+    def __call__(self, x_SK: Tensor) -> Tensor:
+        y_SN = grouped_mm(x_SK, self.weight_ENK.transpose(-2, -1), self.ends_E)
+        if self.a_ErK is None or self.b_ENr is None:
+            return y_SN
+        low_Sr = grouped_mm(x_SK, self.a_ErK.transpose(-2, -1), self.ends_E)
+        return y_SN.add(grouped_mm(low_Sr, self.b_ENr.transpose(-2, -1), self.ends_E), alpha=self.scale)
+
+    def backward(self, x_SK: Tensor, grad_SN: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of (x, A, B) for the gradient of y."""
+        grad_x_SK = grouped_mm(grad_SN, self.weight_ENK, self.ends_E)
+        if self.a_ErK is None or self.b_ENr is None:
+            return grad_x_SK, None, None
+        low_Sr = grouped_mm(x_SK, self.a_ErK.transpose(-2, -1), self.ends_E)
+        grad_low_Sr = grouped_mm(grad_SN, self.b_ENr, self.ends_E) * self.scale
+        grad_x_SK += grouped_mm(grad_low_Sr, self.a_ErK, self.ends_E)
+        grad_a_ErK = F.grouped_mm(grad_low_Sr.T, x_SK, offs=self.ends_E)
+        grad_b_ENr = F.grouped_mm(grad_SN.T, low_Sr, offs=self.ends_E) * self.scale
+        return grad_x_SK, grad_a_ErK, grad_b_ENr
+
+
+def plain_experts(
+    experts: nn.Module, x_TH: Tensor, weight_Tk: Tensor, pairs: list[Tensor | None], rows: Rows
+) -> Tensor:
+    """The experts' output by autograd alone: for weights that train, for biases and norms, and the other's reference."""
+    up, down = _linears(experts, x_TH.dtype, pairs, rows)
+    sorted_S = torch.bucketize(torch.arange(len(rows.order_S), device=x_TH.device), rows.ends_E, right=True)
+    up_S = up(rows.spread(x_TH))
+    if experts.has_bias:
+        up_S = up_S + experts._parameters[f"{_up_name(experts)}_bias"][sorted_S]
+    y_SH = down(_activate(experts, up_S))
+    if experts.has_bias:
+        y_SH = y_SH + experts._parameters["down_proj_bias"][sorted_S]
+    if experts.has_post_expert_norm:
+        y_SH = experts.post_expert_norm(y_SH)
+    return rows.gather(y_SH * weight_Tk.reshape(-1)[rows.order_S, None]).to(x_TH.dtype)
+
+
+class _FrozenExperts(torch.autograd.Function):
+    """The experts' output with frozen weights, keeping for the backward pass one tensor of S rows: the up-projection.
+
+    The routing weight multiplies the down-projection's input, not its output. What the sorted copies of x, the
+    activation and the down-projection hold is made again from it; the gradient of a routing weight, ⟨y, dout⟩, is
+    ⟨h, dh⟩ since the down-projection is linear, so y is not needed either.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_Tk: Tensor,
+        up_a: Tensor | None,
+        up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        experts: nn.Module,
+        rows: Rows,
+    ) -> Tensor:
+        pairs = [up_a, up_b, down_a, down_b]
+        up, down = _linears(experts, x_TH.dtype, pairs, rows)
+        up_S = up(rows.spread(x_TH))
+        weighted_SI = _activate(experts, up_S) * weight_Tk.reshape(-1)[rows.order_S, None]
+        y_SH = down(weighted_SI.to(up_S.dtype))
+        ctx.save_for_backward(x_TH, weight_Tk, up_S, *pairs)
+        ctx.experts, ctx.rows = experts, rows
+        return rows.gather(y_SH).to(x_TH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TH, weight_Tk, up_S, *pairs = ctx.saved_tensors
+        experts, rows = ctx.experts, ctx.rows
+        up, down = _linears(experts, x_TH.dtype, pairs, rows)
+        weight_S1 = weight_Tk.reshape(-1)[rows.order_S, None]
+        with torch.enable_grad():
+            up_S = up_S.detach().requires_grad_()
+            inner_SI = _activate(experts, up_S)
+
+        weighted_SI = (inner_SI.detach() * weight_S1).to(up_S.dtype)
+        grad_weighted_SI, grad_down_a, grad_down_b = down.backward(weighted_SI, rows.spread(grad_TH.to(up_S.dtype)))
+        grad_weight_Tk = torch.empty_like(weight_Tk)
+        grad_weight_Tk.view(-1)[rows.order_S] = (grad_weighted_SI * inner_SI.detach()).sum(dim=1).to(weight_Tk.dtype)
+        [grad_up_S] = torch.autograd.grad(inner_SI, up_S, (grad_weighted_SI * weight_S1).to(inner_SI.dtype))
+        grad_x_SH, grad_up_a, grad_up_b = up.backward(rows.spread(x_TH), grad_up_S)
+        grads = [_like(g, p) for g, p in zip((grad_up_a, grad_up_b, grad_down_a, grad_down_b), pairs, strict=True)]
+        return rows.gather(grad_x_SH).to(x_TH.dtype), grad_weight_Tk, *grads, None, None
+
+
+def _linears(
+    experts: nn.Module, dtype: torch.dtype, pairs: list[Tensor | None], rows: Rows
+) -> tuple[GroupedLinear, GroupedLinear]:
     lora = experts._modules.get(LORA)
-    if lora is not None and name in lora.A:
-        a_ErI, b_EOr = lora.A[name].to(x_S.dtype), lora.B[name].to(x_S.dtype)
-        a_ErI, b_EOr = _pad_rank(a_ErI, dim=1), _pad_rank(b_EOr, dim=2)
-        low_Sr = grouped_mm(x_S, a_ErI.transpose(-2, -1), ends_E)
-        y_S = y_S.add(grouped_mm(low_Sr, b_EOr.transpose(-2, -1), ends_E), alpha=lora.scale)
-    return y_S
+    scale = lora.scale if lora else 0.0
+    linears = []
+    for name, (a, b) in ((_up_name(experts), pairs[:2]), ("down_proj", pairs[2:])):
+        weight = experts._parameters[name]
+        a_ErK = None if a is None else _pad_rank(a.to(dtype), dim=1)
+        b_ENr = None if b is None else _pad_rank(b.to(dtype), dim=2)
+        weight_ENK = weight.transpose(-2, -1) if experts.is_transposed else weight
+        linears.append(GroupedLinear(weight_ENK, a_ErK, b_ENr, scale, rows.ends_E))
+    return linears[0], linears[1]
+
+
+def _up_name(experts: nn.Module) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _activate(experts: nn.Module, up_S: Tensor) -> Tensor:
+    return experts._apply_gate(up_S) if experts.has_gate else experts.act_fn(up_S)
+
+
+def _like(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient of an adapter without the rows or columns that padding its rank added, in its own type."""
+    if grad is None or parameter is None:
+        return None
+    return grad[:, : parameter.shape[1], : parameter.shape[2]].to(parameter.dtype)
 
 
 def _pad_rank(factor: Tensor, *, dim: int) -> Tensor:
