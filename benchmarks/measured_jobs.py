@@ -330,12 +330,12 @@ def layout_of(fields: dict[str, str]) -> Layout:
 def offload_of(text: str) -> frozenset[Offload]:
     text = text.lower()
     found: set[Offload] = set()
-    if "expert weights" in text:
+    if "expert" in text and "fc1" not in text:
         found.add("experts")
-    if ("cpu offload" in text and "optimizer" not in text) or "zero3_offload" in text or "params" in text:
-        found.update(("weights", "optimizer"))
-    if "optimizer cpu" in text:
+    elif "optimizer" in text:
         found.add("optimizer")
+    elif "cpu" in text or "zero3_offload" in text or "params" in text:
+        found.update(("weights", "optimizer"))
     if "paged" in text:
         found.add("optimizer")
     if "activations" in text or "unsloth offloaded" in text:

@@ -10,6 +10,7 @@ from gatewright.planner.memory_gather import (
     gathered_block,
     gathered_bytes,
     unsharded_grads,
+    visiting_experts,
 )
 from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
 from gatewright.planner.memory_reserve import intervals
@@ -244,6 +245,7 @@ def block_parts(at: Stage, work: LayerWork) -> list[Part]:
         part("gathered weights", gathered_bytes(job, policy, at.held, blocks=policy.gathered_layers)),
         part("gradients in flight", flight_bytes(job, policy, at.held)),
         part("dequantised weights", dequantised_bytes(job, policy, at.held)),
+        part("experts of the block", visiting_experts(job, policy, at.held)),
     ]
     if policy.frozen_fsdp_keeps_grads and job.layout.sharding == "fsdp1" and job.method != "full":
         h = job.shape.hidden * policy.residual_bytes(job)

@@ -81,3 +81,10 @@ def dequantised_bytes(job: Job, policy: Policy, held: Held) -> float:
             one = linear.copies if item.group.role == EXPERTS and policy.experts == "loop" else 1
             largest = max(largest, linear.weights / divisor / one)
     return COMPUTE_BYTES * largest
+
+
+def visiting_experts(job: Job, policy: Policy, held: Held) -> float:
+    """Experts that live on the host come to the device for one block at a time."""
+    if "experts" not in job.offload:
+        return 0.0
+    return max((weight_bytes(job, policy, item) for item in held.shares if item.group.role == EXPERTS), default=0.0)
