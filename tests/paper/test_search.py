@@ -6,7 +6,8 @@ import pytest
 
 from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import Adapter, Job, Layout
-from gatewright.planner.plan import plan, plan_run, which_gpus
+from gatewright.planner.plan import plan, which_gpus
+from gatewright.planner.plan_run import plan_run
 from gatewright.planner.search import Question, layouts_of, search, sizes
 from gatewright.spec.errors import ModelError, UserError
 from gatewright.spec.run import Run
