@@ -1,0 +1,120 @@
+"""Rehearsal of a run: the trainer's own step on fake tensors, and the bytes each of its phases would allocate."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from gatewright.data.batch import IGNORED, Batch
+from gatewright.model import attention
+from gatewright.model.adapters import add_adapters, train_everything
+from gatewright.model.head import head_of
+from gatewright.model.load import put_seams, read_config
+from gatewright.model.recompute import recompute
+from gatewright.probe.fake_attention import Stand, stand_in
+from gatewright.probe.fake_memory import LiveBytes
+from gatewright.probe.rehearsal_observe import first_line, observe
+from gatewright.spec.errors import ModelError, RunFileError
+from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.run import Run
+from gatewright.train.optim import build_optimizer, trainable
+from gatewright.train.step import train_step
+
+
+def rehearse(
+    run: Run,
+    *,
+    lengths: Sequence[int],
+    config: PretrainedConfig | None = None,
+    micro_batches: int = 1,
+    attention_kernel: Stand = "flash",
+    full_depth: bool = False,
+) -> Rehearsal:
+    """Peak bytes of the run's step on one GPU, from the model's config alone: no weights, no data, no GPU.
+
+    `lengths`: tokens of each document in the micro-batch. `config` replaces that of run.model.path, a folder of which
+    only config.json is read. `micro_batches`: from 2 on, gradients are there while a forward pass runs. Deep models run
+    at two depths unless `full_depth`.
+
+    Raises RunFileError for lengths or settings that cannot be rehearsed, ModelError for an architecture that cannot be
+    built, trained on packed documents, or run on shapes alone.
+    """
+    if not lengths or min(lengths) < 2:
+        raise RunFileError(
+            f"rehearsal: document lengths {list(lengths)[:8]}; give at least one, each of 2 tokens or more"
+        )
+    if micro_batches < 1:
+        raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
+    if run.train.optimizer != "adamw":
+        raise RunFileError(f"rehearsal: train.optimizer {run.train.optimizer} has no fake kernel; set adamw")
+    kernel = stand_in(attention_kernel)
+    if config is None:
+        config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
+    batches = [packed_batch(lengths)] * micro_batches
+    return observe(
+        lambda: build(deepcopy(config), run, kernel),
+        lambda model, live: take_steps(model, run, batches, live),
+        model=run.model.path,
+        trainer="gatewright",
+        lengths=tuple(lengths),
+        attention=kernel.name,
+        multiple=2 if run.train.checkpointing == "selective" else 1,
+        full_depth=full_depth,
+    )
+
+
+def config_of(source: Path | Mapping[str, Any], *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config in a folder, or one given as the content of a config.json. Raises ModelError for one unknown."""
+    if isinstance(source, Path):
+        return read_config(source, trust_remote_code=trust_remote_code)
+    values = dict(source)
+    try:
+        return AutoConfig.for_model(values.pop("model_type", "(no model_type)"), **values)
+    except Exception as error:  # transformers checks values with errors of many kinds
+        raise ModelError(f"config: transformers cannot read it: {first_line(error)}") from None
+
+
+def packed_batch(lengths: Sequence[int]) -> Batch:
+    """A micro-batch of documents of these lengths, every token but the last of a document a target."""
+    labels_T = torch.zeros(sum(lengths), dtype=torch.int64)
+    cu_seqlens_S1 = torch.tensor([0, *lengths]).cumsum(0).int()
+    labels_T[cu_seqlens_S1[1:].long() - 1] = IGNORED
+    return Batch(
+        tokens_T=torch.zeros(sum(lengths), dtype=torch.int64),
+        labels_T=labels_T,
+        positions_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens_S1=cu_seqlens_S1,
+        lengths=tuple(lengths),
+        documents=tuple(range(len(lengths))),
+    )
+
+
+def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTrainedModel:
+    """The run's model as set_up builds it, from the config instead of the weights."""
+    attention.install(kernel)
+    model = AutoModelForCausalLM.from_config(
+        config,
+        dtype=getattr(torch, run.model.dtype),
+        attn_implementation=attention.NAME,
+        trust_remote_code=run.model.trust_remote_code,
+    )
+    put_seams(model, source=run.model.path)
+    adapter = run.method.adapter
+    _ = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
+    recompute(model, run.train.checkpointing)
+    return model
+
+
+def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:
+    """Two optimizer steps; the first brings the optimizer's state into being."""
+    parameters = trainable(model)
+    optimizer = build_optimizer(parameters, run.train)
+    for _ in range(2):
+        live.begin_step()
+        train_step(
+            model, head_of(model), optimizer, parameters, batches,
+            lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
+        )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Rehearsal: fake tensors count what real ones count, two depths give the full one, and published runs are met."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import config, save_model
+
+from gatewright.model import attention
+from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
+from gatewright.probe.rehearsal_depth import choose_depths
+from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_model
+from gatewright.probe.rehearsal_plain import PlainStep, rehearse_plain
+from gatewright.probe.rehearsal_text import render
+from gatewright.spec.errors import ModelError, RunFileError
+from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.run import Run
+
+CATALOGUE = Path(__file__).parents[2] / "gatewright" / "catalog" / "models"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+CPU = attention.Kernel("sdpa per document", "the test compares with this machine", attention.attend_each_document)
+CUBLAS = 2 * 8_519_680
+"""Default workspace of cuBLAS before Hopper, once for each of the two threads (torch's CUBLAS_WORKSPACE_CONFIG)."""
+
+
+def make_run(targets: list[str] | None, *, model: str = "tiny", dtype: str = "float32", **train: object) -> Run:
+    return Run.model_validate(
+        {
+            "run": "rehearsed",
+            "model": {"path": model, "dtype": dtype},
+            "method": {"adapter": {"rank": 4, "targets": targets}} if targets else {},
+            "data": {"train": "none.jsonl"},
+            "train": {"tokens_per_step": 100, "steps": 1, "lr": 1e-3, "loss_chunk_tokens": 64} | train,
+        }
+    )
+
+
+def phases(rehearsal: Rehearsal) -> dict[str, int]:
+    return {phase.phase: phase.bytes for phase in rehearsal.phases}
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "checkpointing"),
+    [
+        ("llama", ["attention", "mlp"], "full"),
+        ("llama-tied", None, "none"),
+        ("qwen3_moe", ["attention", "experts"], "selective"),
+        ("qwen3_moe", None, "full"),
+        ("qwen2_moe", ["experts", "shared_experts"], "none"),
+    ],
+)
+def test_fake_tensors_count_what_real_ones_do_to_the_byte(kind: str, targets: list[str], checkpointing: str) -> None:
+    """The same two steps on real tensors, counted by the same tracker: every peak of every layer, every birth."""
+    run, batches = make_run(targets, checkpointing=checkpointing), [packed_batch([50, 70, 33])]
+
+    def make() -> torch.nn.Module:
+        return build(config(kind), run, CPU)
+
+    def steps(model: torch.nn.Module, live: object) -> None:
+        take_steps(model, run, batches, live)
+
+    fake = observe_depth(make, steps, 3)
+    torch.manual_seed(0)
+    real: Observed = observe_model(make(), steps)
+    assert fake == real
+    assert len(real.peaks) >= 3 * 2 + 3  # two passes through three layers, and what surrounds them
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "checkpointing", "depths"),
+    [
+        ("llama", None, "none", (3, 5)),
+        ("qwen3_moe", ["attention", "experts"], "selective", (3, 5)),
+        ("qwen3_moe", None, "full", (3, 5)),
+    ],
+)
+def test_two_depths_give_the_full_one(kind: str, targets: list[str], checkpointing: str, depths: tuple) -> None:
+    run = make_run(targets, checkpointing=checkpointing, clip_norm=None)
+    shape = config(kind, num_hidden_layers=9)
+    short = rehearse(run, lengths=[64, 100], config=shape)
+    full = rehearse(run, lengths=[64, 100], config=shape, full_depth=True)
+    assert (short.depths, full.depths) == (depths, (9,))
+    assert phases(short) == pytest.approx(phases(full), rel=1e-3)
+    assert {p.phase: p.block for p in short.phases} == {p.phase: p.block for p in full.phases}
+    assert short.resident_bytes == full.resident_bytes
+    assert (short.parameters, short.trainable_parameters) == (full.parameters, full.trainable_parameters)
+
+
+def test_depths_follow_the_pattern_of_the_layers() -> None:
+    assert choose_depths("a" * 32) == (2, 4)
+    assert choose_depths("a" * 33) == (3, 5)
+    assert choose_depths("ddd" + "m" * 58) == (5, 7)
+    assert choose_depths("lllf" * 12) == (4, 8)
+    assert choose_depths("sssssf" * 4 + "ss") == (8, 14)  # gemma3: the last repetition is cut short
+    assert choose_depths("lll" * 12, multiple=2) == (2, 4)
+    assert choose_depths("lll" * 12, multiple=4) == (4, 8)
+    assert choose_depths("abcd") == (4,)
+
+
+def test_what_is_resident_is_weights_adapters_and_two_moments() -> None:
+    run = make_run(["attention"], dtype="bfloat16")
+    done = rehearse(run, lengths=[64], config=config("llama", hidden_size=512, num_attention_heads=8))
+    load = phases(done)["load"]
+    state = 8 * done.trainable_parameters
+    assert load == pytest.approx(2 * done.parameters + 2 * done.trainable_parameters, rel=0.01)
+    assert done.resident_bytes - load == pytest.approx(state, rel=0.2)  # and a counter of 512 bytes a tensor
+
+
+def test_more_micro_batches_keep_gradients_through_the_forward_pass() -> None:
+    run, shape = make_run(None), config("llama")
+    one, two = (rehearse(run, lengths=[64], config=shape, micro_batches=count) for count in (1, 2))
+    grown = phases(two)["forward"] - phases(one)["forward"]
+    assert grown == pytest.approx(4 * one.trainable_parameters, rel=0.15)
+
+
+def test_our_loss_has_no_logits_and_that_of_transformers_has_three_copies() -> None:
+    shape = config("llama", vocab_size=50_000)
+    ours = rehearse(make_run(["attention"], dtype="bfloat16", checkpointing="full"), lengths=[512], config=shape)
+    plain = rehearse_plain(
+        shape, PlainStep(rows=1, tokens_per_row=512, lora_rank=4, target_modules=("q_proj",)), model="tiny"
+    )
+    logits = 512 * 50_000
+    assert plain.peak.bytes - phases(plain)["load"] > 12 * logits
+    assert ours.peak.bytes - phases(ours)["load"] < 3 * logits
+    assert "_log_softmax_backward" in plain.peak.operator
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "measured_gib"),
+    [
+        ("Mistral-7B-v0.1", PlainStep(rows=4, tokens_per_row=4096), 67.460),
+        (
+            "PowerLM-3b",
+            PlainStep(
+                rows=4, tokens_per_row=4096, lora_rank=16, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")
+            ),
+            18.785,
+        ),
+    ],
+)
+def test_a_published_peak_is_met_within_one_percent(name: str, step: PlainStep, measured_gib: float) -> None:
+    """max_memory_allocated of the Hugging Face Trainer on an A100: benchmarks/data/measured_memory.csv."""
+    shape = config_of(json.loads((CATALOGUE / f"{name}.json").read_text(encoding="utf-8"))["config"])
+    done = rehearse_plain(shape, step, model=name)
+    assert (done.peak.bytes + CUBLAS) / 2**30 == pytest.approx(measured_gib, rel=0.01)
+
+
+def test_only_the_config_of_a_model_folder_is_read(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    done = rehearse(make_run(["attention", "experts"], model=str(folder)), lengths=[30, 40])
+    assert (done.layers, done.tokens, done.attention) == (3, 70, "flash-attn varlen")
+
+
+def test_the_text_fits_100_columns_and_begins_with_the_answer() -> None:
+    done = rehearse(make_run(["attention"]), lengths=[64], config=config("llama", num_hidden_layers=8))
+    lines = render(done).splitlines()
+    assert lines[0].startswith(f"peak {done.peak.bytes / 2**30:.2f} GiB allocated, in {done.peak.phase}")
+    assert max(map(len, lines)) <= 100
+    assert "8 layers, extended from 2 and 4" in lines[1]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1], [8, 0], [-5]])
+def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(RunFileError, match="document lengths"):
+        rehearse(make_run(None), lengths=lengths, config=config("llama"))
+
+
+def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
+    with pytest.raises(RunFileError, match="adamw8bit has no fake kernel"):
+        rehearse(make_run(None, optimizer="adamw8bit"), lengths=[8], config=config("llama"))
+    with pytest.raises(RunFileError, match="0 micro-batches"):
+        rehearse(make_run(None), lengths=[8], config=config("llama"), micro_batches=0)
+    with pytest.raises(ModelError, match=r"'experts' matches no weight"):
+        rehearse(make_run(["experts"]), lengths=[8], config=config("llama"))
+
+
+def test_configs_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no_such_type"):
+        config_of({"model_type": "no_such_type"})
+    with pytest.raises(ModelError, match="no model_type"):
+        config_of({"hidden_size": 8})
+    with pytest.raises(ModelError, match="no folder"):
+        rehearse(make_run(None, model=str(tmp_path / "absent")), lengths=[8])
+    with pytest.raises(ModelError, match="4 query heads cannot share 3 key heads"):
+        rehearse(make_run(None), lengths=[8], config=config("llama", num_key_value_heads=3))
+    with pytest.raises(ModelError, match="cannot be rehearsed"):
+        rehearse(make_run(None), lengths=[8], config=config("llama", hidden_act="no_such_activation"))
