@@ -1,0 +1,14 @@
+"""Keys at the top of a DeepSpeed 0.19 config."""
+
+_TEXT = """
+activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+disable_allgather dump_state elasticity expert_parallel flops_profiler fp16 fp32 gradient_accumulation_steps
+gradient_clipping gradient_predivide_factor graph_harvesting hybrid_engine load_universal memory_breakdown
+mics_shard_size moe monitor_config optimizer pipeline prescale_gradients scheduler seed
+seq_parallel_communication_data_type sequence_parallel_size sparse_attention sparse_gradients steps_per_print
+tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+use_data_before_expert_parallelism wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer zero_optimization zero_optimization_stage3
+"""
+NAMES = frozenset(_TEXT.split())
