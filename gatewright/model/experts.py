@@ -178,7 +178,7 @@ class GroupedLinear:
 def plain_experts(
     experts: nn.Module, x_TH: Tensor, weight_Tk: Tensor, pairs: list[Tensor | None], rows: Rows
 ) -> Tensor:
-    """The experts' output by autograd alone: for weights that train, for biases and norms, and the other's reference."""
+    """The experts' output by autograd alone: for weights that train, for biases and norms; the other's reference."""
     up, down = _linears(experts, x_TH.dtype, pairs, rows)
     sorted_S = torch.bucketize(torch.arange(len(rows.order_S), device=x_TH.device), rows.ends_E, right=True)
     up_S = up(rows.spread(x_TH))

@@ -54,7 +54,16 @@ def test_a_sink_takes_probability_and_a_soft_cap_bounds_scores() -> None:
     assert not torch.allclose(attend_plain(q, k, v, cu, 3.0, softcap=0.5), attend_plain(q, k, v, cu, 3.0))
 
 
-def test_a_cpu_says_why_it_takes_sdpa() -> None:
+def test_values_of_another_size_than_keys() -> None:
+    """As in multi-head latent attention."""
+    q, k, v, cu = packed(4, 4)
+    v = torch.randn(1, 4, sum(LENGTHS), 5, dtype=torch.float64)
+    torch.testing.assert_close(
+        attend_each_document(q, k, v, cu, max(LENGTHS), 0.3, None), attend_plain(q, k, v, cu, 0.3)
+    )
+
+
+def test_a_cpu_says_which_kernel_it_takes_and_why() -> None:
     kernel = choose_kernel(torch.device("cpu"), torch.bfloat16)
     assert kernel.name == "sdpa per document"
     assert "cpu has no varlen kernel" in kernel.reason
