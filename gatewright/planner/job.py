@@ -1,5 +1,6 @@
 """Job: everything about a training run that decides its memory and its time, whatever tool runs it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +100,8 @@ class Job:
     expert_storage: Storage | None = None
     """Of the routed experts where it differs: DeepSeek-V4 ships them in mxfp4 beside fp8; a plain bitsandbytes load
     reaches linear modules only and leaves fused experts in bf16."""
+    stored: Mapping[TensorRole, float] = field(default_factory=dict)
+    """Bytes a parameter by role, scales included, where the checkpoint's own files say it."""
     rows: int = 1
     tokens_per_row: int = 4096
     """Length of one row of the micro-batch, before CP divides it."""
@@ -112,6 +115,8 @@ class Job:
     mla_up_proj)."""
     attention: AttentionKernel = "flash"
     loss: LossKernel = "full"
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at one time where the loss is linear; None: the policy's own number."""
     optimizer: Optimizer = "adamw"
     accumulate: bool = False
     """More than one micro-batch a step: gradients live through the forward pass."""

@@ -178,13 +178,31 @@ def pp_within_layers(at: Setting) -> str:
 
 
 @ERRORS.rule(
+    "dp-needs-micro-batches",
+    title="a micro-batch for every data-parallel rank",
+    version="all versions",
+    source="arithmetic",
+)
+def dp_needs_micro_batches(at: Setting) -> str:
+    if at.micro_batches is not None and at.micro_batches < 1:
+        job = at.job
+        micro_batch = job.micro_batch_tokens * job.layout.cp
+        least = job.layout.dp * micro_batch
+        return (
+            f"{job.layout.dp} data-parallel ranks, each with a micro-batch of {micro_batch:,} tokens, need at "
+            f"least {least:,} tokens a step; raise tokens_per_step, use fewer GPUs, or divide rows with cp"
+        )
+    return ""
+
+
+@ERRORS.rule(
     "pp-needs-micro-batches",
     title="enough micro-batches for the pipeline",
     version="all versions",
     source="1F1B schedule",
 )
 def pp_needs_micro_batches(at: Setting) -> str:
-    if at.micro_batches is not None and at.micro_batches < at.job.layout.pp:
+    if at.micro_batches is not None and 1 < at.job.layout.pp > at.micro_batches:
         return (
             f"{at.micro_batches} micro-batches a step cannot fill pp {at.job.layout.pp}; raise tokens_per_step or "
             "lower pp"

@@ -226,7 +226,7 @@ def logits_parts(at: Stage) -> list[Part]:
         part("last hidden state", tokens * head, f"{tokens:,} tokens × {head:,.0f} B"),
     ]
     if job.loss == "linear":
-        chunk = min(tokens, policy.linear_chunk_tokens)
+        chunk = min(tokens, job.loss_chunk_tokens or policy.linear_chunk_tokens)
         value = chunk * vocab * policy.linear_chunk_bytes
         parts.append(
             part("logits of a chunk", value, f"{chunk:,} tokens × {vocab:,.0f} × {policy.linear_chunk_bytes:g} B")

@@ -147,6 +147,8 @@ def weight_bytes(job: Job, policy: Policy, part: Share) -> float:
     """Stored weights of one group of a share, before ZeRO or FSDP divides them."""
     if part.trains:
         return part.parameters * policy.trained(job).weight
+    if part.group.role in job.stored:
+        return part.parameters * job.stored[part.group.role]
     storage = job.storage_of(part.group.role)
     if storage == "nf4" and policy.double_quant:
         storage = "nf4_double"
@@ -244,7 +246,7 @@ def states(job: Job, policy: Policy, held: Held) -> States:
         whole_weights=whole,
         adapter_count=adapter_count,
         updated_count=updated,
-        frozen_formula=f"{frozen_count:,.0f} parameters held in {job.storage}",
+        frozen_formula=f"{frozen_count:,.0f} parameters held in {job.storage}{' as stored' if job.stored else ''}",
         trained_formula=f"{trained_count:,.0f} × {types.weight:g} B / {shards_text(job)}",
         grads_formula=f"{trained_count + adapter_count:,.0f} × {types.grad:g} B / {grads_text(job)}",
         optimizer_formula=f"{updated:,.0f} × {optimizer_bytes(job, types):g} B",

@@ -1,143 +1,38 @@
 """The planner's answer: which layout fits, how full it is, how long it takes, what it costs, and why others fail."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, get_args
 
-from gatewright.planner.catalogue import find_gpu, find_shape
-from gatewright.planner.catalogue import gpus as all_gpus
-from gatewright.planner.job import (
-    Adapter,
-    AttentionKernel,
-    Checkpointing,
-    Job,
-    Layout,
-    Method,
-    Optimizer,
-    Storage,
+from gatewright.planner.ask import (
+    DEFAULT_RANK,
+    DEFAULT_TARGETS,
+    ask,
+    known_choice,
+    roles_of,
+    storages,
+    within_limits,
 )
-from gatewright.planner.legal_rule import Backend
+from gatewright.planner.catalogue import gpus as all_gpus
+from gatewright.planner.job import Adapter, Job, Method
 from gatewright.planner.search import Found, Question, fewest_gpus, search
-from gatewright.planner.weights import FORMATS, native_format
-from gatewright.spec.errors import ModelError, UserError
-from gatewright.spec.hardware import Gpu
+from gatewright.planner.weights import StoredWeights
+from gatewright.spec.hardware import GB, Gpu
 from gatewright.spec.plan import Candidate, Plan
-from gatewright.spec.shape import TARGET_ROLES, ModelShape, TensorRole
+from gatewright.spec.shape import ModelShape
 
 MOST_GPUS = 1024
-DEFAULT_TOKENS = 4096
-DEFAULT_MICRO_BATCHES = 16
-"""Micro-batches a step where the question gives no tokens_per_step."""
+"""Where the fewest that fit are asked for."""
 
 
-def plan(
-    model: str | ModelShape,
-    *,
-    gpu: str | Gpu,
-    gpus: int | None = None,
-    per_node: int | None = None,
-    method: Method = "lora",
-    rank: int = 16,
-    targets: Sequence[str] = ("attention",),
-    target_names: Iterable[str] | None = None,
-    storage: str | None = None,
-    tokens: int = DEFAULT_TOKENS,
-    document_tokens: int | None = None,
-    tokens_per_step: int | None = None,
-    hours: float | None = None,
-    steps: int | None = None,
-    price: float | None = None,
-    framework: str = "gatewright",
-    backend: Backend = "gatewright",
-    layout: Layout | None = None,
-    checkpointing: Checkpointing = "full",
-    attention: AttentionKernel = "flash",
-    optimizer: Optimizer = "adamw",
-) -> Plan:
-    """Plans a run from words: a catalogue name or path, a GPU, a method.
-
-    `gpus` None asks for the fewest. `storage` names one of weights.FORMATS (bf16, fp8, fp8-mxfp4, nf4, nf4-linears …);
-    None takes the checkpoint's own for LoRA and nf4 for QLoRA. Raises UserError or ModelError with the nearest choice.
-    """
-    shape = find_shape(model) if isinstance(model, str) else model
-    device = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    positive(gpus=gpus, per_node=per_node, rank=rank, tokens=tokens, tokens_per_step=tokens_per_step, steps=steps)
-    above_zero(hours=hours, price=price)
-    dense, experts = storages(shape, method=method, name=storage)
-    adapter = None
-    if method != "full":
-        names = None if target_names is None else frozenset(target_names)
-        adapter = Adapter(rank=rank, roles=roles_of(shape, targets), names=names)
-    job = Job(
-        shape=shape,
-        method=method,
-        framework=framework,
-        adapter=adapter,
-        storage=dense,
-        expert_storage=experts,
-        frozen=frozenset({"router"}),
-        tokens_per_row=tokens,
-        attention_tokens=document_tokens,
-        checkpointing=checkpointing,
-        attention=attention,
-        loss="linear" if framework == "gatewright" else "full",
-        optimizer=optimizer,
-    )
-    question = Question(
-        job=job,
-        gpu=device,
-        per_node=per_node or device.per_node,
-        tokens_per_step=tokens_per_step or tokens * DEFAULT_MICRO_BATCHES,
-        backend=backend,
-        layout=layout,
-        hours=hours,
-        steps=steps,
-        usd_per_gpu_hour=price,
-    )
-    return answer(question, gpus=gpus)
-
-
-def positive(**values: int | None) -> None:
-    wrong = {name: value for name, value in values.items() if value is not None and value < 1}
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise UserError(f"{name} {value}: wanted a whole number of at least 1.")
-
-
-def above_zero(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} {value:g}: wanted a number above 0.")
-
-
-def storages(shape: ModelShape, *, method: Method, name: str | None) -> tuple[Storage, Storage | None]:
-    """How frozen matrices are stored: (dense, experts where they differ)."""
-    if method == "full":
-        return "bf16", None
-    key = name or ("nf4" if method == "qlora" else native_format(shape))
-    if key not in FORMATS:
-        raise ModelError(f"No storage is called {key!r}. Known: {', '.join(FORMATS)}.")
-    stored = FORMATS[key]
-    return stored.dense, None if stored.experts == stored.dense else stored.experts
-
-
-def roles_of(shape: ModelShape, targets: Sequence[str]) -> frozenset[TensorRole]:
-    """Tensor roles behind the targets. Raises UserError for an unknown one, or one this model does not have."""
-    roles: set[TensorRole] = set()
-    present = set(shape.parameters_by_role())
-    for target in targets:
-        if target not in TARGET_ROLES:
-            raise UserError(f"No target is called {target!r}. Known: {', '.join(TARGET_ROLES)}.")
-        found = present.intersection(TARGET_ROLES[target])
-        if not found:
-            has = ", ".join(name for name, behind in TARGET_ROLES.items() if present.intersection(behind))
-            raise UserError(f"{shape.name} has no {target} to adapt; it has: {has}.")
-        roles.update(found)
-    return frozenset(roles)
+def plan(model: str | ModelShape, *, gpus: int | None = None, **words: Any) -> Plan:
+    """Plans a run from the words of `ask`. `gpus` None: the fewest that fit."""
+    return answer(ask(model, **words), gpus=gpus)
 
 
 def answer(question: Question, *, gpus: int | None) -> Plan:
     """Searches the given number of GPUs, or the fewest that fit, and gathers what a person wants to know."""
+    within_limits(gpus=gpus)
     if gpus is None:
         fewest, found = fewest_gpus(question, most=MOST_GPUS)
         gpus = fewest or MOST_GPUS
@@ -158,7 +53,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         alternatives=found.fitting[1:5],
         rejected=near_misses(found),
         fewest_gpus=1 if found.fitting and gpus == 1 else fewest,
-        notes=notes(question),
+        notes=notes(question, gpus=gpus),
     )
 
 
@@ -175,6 +70,7 @@ def method_text(job: Job) -> str:
         return "full fine-tuning"
     where = ", ".join(sorted(job.adapter.names or job.adapter.roles)).replace("_", " ")
     base = job.storage if job.expert_storage is None else f"{job.storage}, experts {job.expert_storage}"
+    base += " as stored" if job.stored else ""
     return f"{'QLoRA' if job.method == 'qlora' else 'LoRA'} rank {job.adapter.rank} on {where}; base in {base}"
 
 
@@ -186,12 +82,14 @@ def near_misses(found: Found) -> tuple[Candidate, ...]:
     return (*found.too_large[:3], *list(by_rule.values())[:3])
 
 
-def notes(question: Question) -> tuple[str, ...]:
+def notes(question: Question, *, gpus: int) -> tuple[str, ...]:
     job = question.job
     lines = [
-        f"micro-batch {job.rows} × {job.tokens_per_row:,} tokens, {question.tokens_per_step:,} tokens a step; "
+        f"micro-batch {job.rows} × {job.tokens_per_row:,} tokens, {question.step_tokens(gpus):,} tokens a step; "
         f"checkpointing {job.checkpointing}, attention {job.attention}, optimizer {job.optimizer}"
     ]
+    if question.weights is not None:
+        lines.append(stored_text(question.weights, exact=bool(job.stored), loaded=job.storage))
     if job.shape.mtp_parameters:
         lines.append(f"{job.shape.mtp_parameters / 1e9:.1f} B parameters of MTP layers are not loaded")
     if job.shape.is_moe:
@@ -199,15 +97,32 @@ def notes(question: Question) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def stored_text(weights: StoredWeights, *, exact: bool, loaded: str) -> str:
+    """What the checkpoint's headers say, and whether the plan rests on it."""
+    types = ", ".join(f"{dtype} {size / GB:.2f} GB" for dtype, size in list(weights.bytes_by_dtype.items())[:4])
+    used = "frozen weights are these bytes" if exact else f"planned as {loaded}"
+    return f"{weights.tensors:,} tensors in {weights.files} files of {weights.path}: {types}; {used}"
+
+
 def compare(question: Question, *, gpus: int | None, methods: Sequence[Method]) -> list[Plan]:
-    """The same question for several methods; LoRA's adapter serves QLoRA."""
-    plans = []
-    for method in methods:
-        dense, experts = storages(question.job.shape, method=method, name=None)
-        adapter = None if method == "full" else question.job.adapter
-        job = replace(question.job, method=method, storage=dense, expert_storage=experts, adapter=adapter)
-        plans.append(answer(replace(question, job=job), gpus=gpus))
-    return plans
+    """The same question for several methods; its own keeps its storage, LoRA and QLoRA share an adapter."""
+    return [answer(replace(question, job=with_method(question.job, method)), gpus=gpus) for method in methods]
+
+
+def with_method(job: Job, method: Method) -> Job:
+    if method == job.method:
+        return job
+    known_choice("method", method, get_args(Method))
+    dense, experts = storages(job.shape, method=method, name=None)
+    adapter = job.adapter or Adapter(rank=DEFAULT_RANK, roles=roles_of(job.shape, DEFAULT_TARGETS))
+    return replace(
+        job,
+        method=method,
+        storage=dense,
+        expert_storage=experts,
+        stored={},
+        adapter=None if method == "full" else adapter,
+    )
 
 
 def which_gpus(question: Question, *, most: int = 64) -> list[tuple[Gpu, int | None]]:

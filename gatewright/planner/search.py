@@ -13,11 +13,14 @@ from gatewright.planner.memory import estimate_memory
 from gatewright.planner.memory_states import shares, states
 from gatewright.planner.policy import find_policy
 from gatewright.planner.time import Efficiency, estimate_time
+from gatewright.planner.weights import StoredWeights
 from gatewright.spec.hardware import GIB, Cluster, Gpu, Node
-from gatewright.spec.plan import Candidate, MemoryEstimate
+from gatewright.spec.plan import PHASE_TITLES, Candidate, MemoryEstimate
 
 USABLE = 0.98
 """Share of the device's memory that an estimate may fill; the rest is for what the driver and other processes take."""
+DEFAULT_MICRO_BATCHES = 16
+"""Of a step whose tokens are not given."""
 RankBy = Literal["time", "cost"]
 
 
@@ -29,7 +32,8 @@ class Question:
     """Its layout is ignored unless `layout` fixes it."""
     gpu: Gpu
     per_node: int
-    tokens_per_step: int
+    tokens_per_step: int | None = None
+    """None: a micro-batch for every rank, and at least DEFAULT_MICRO_BATCHES."""
     backend: Backend = "gatewright"
     layout: Layout | None = None
     """Fixed by the user; None: all are tried."""
@@ -38,11 +42,21 @@ class Question:
     steps: int | None = None
     usd_per_gpu_hour: float | None = None
     efficiency: Efficiency | None = None
+    weights: StoredWeights | None = None
+    """What the checkpoint's files hold, where they are there."""
     rank_by: RankBy = "time"
 
     @property
     def capacity_bytes(self) -> int:
         return int(self.gpu.memory_bytes * USABLE)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Before CP divides its rows."""
+        return replace(self.job, layout=Layout()).micro_batch_tokens
+
+    def step_tokens(self, gpus: int) -> int:
+        return self.tokens_per_step or self.micro_batch_tokens * max(DEFAULT_MICRO_BATCHES, gpus)
 
     def cluster(self, gpus: int) -> Cluster:
         per_node = min(gpus, self.per_node)
@@ -173,8 +187,10 @@ def judge(question: Question, layout: Layout) -> Candidate:
     """Rules first, then bytes, then seconds and dollars."""
     cluster = question.cluster(layout.ranks)
     job = replace(question.job, layout=layout)
-    per_rank = question.tokens_per_step / max(1, layout.dp) / job.micro_batch_tokens
-    setting = Setting(job=job, cluster=cluster, backend=question.backend, micro_batches=max(1, int(per_rank)))
+    step_tokens = question.step_tokens(layout.ranks)
+    micro_batches = step_tokens // (layout.dp * question.micro_batch_tokens)
+    job = replace(job, accumulate=job.accumulate or micro_batches > 1)
+    setting = Setting(job=job, cluster=cluster, backend=question.backend, micro_batches=micro_batches)
     broken = refusals(setting)
     text = describe(layout, gpu=question.gpu)
     if broken:
@@ -183,10 +199,11 @@ def judge(question: Question, layout: Layout) -> Candidate:
     if memory.device.bytes > question.capacity_bytes:
         over = (memory.device.bytes - question.capacity_bytes) / GIB
         reason = (
-            f"{memory.device.bytes / GIB:.1f} GiB at the {memory.peak.name}, {over:.1f} too many: {largest(memory)}"
+            f"{memory.device.bytes / GIB:.1f} GiB at the {PHASE_TITLES[memory.peak.name]}, {over:.1f} too many: "
+            f"{largest(memory)}"
         )
         return Candidate(layout=text, memory=memory, time=None, cost=None, fits=False, reasons=(reason,))
-    time = estimate_time(job, cluster, tokens_per_step=question.tokens_per_step, efficiency=question.efficiency)
+    time = estimate_time(job, cluster, tokens_per_step=step_tokens, efficiency=question.efficiency)
     hours = question.hours or (question.steps or 0) * time.step_s / 3600
     cost = None
     if hours > 0:

@@ -5,6 +5,14 @@ from typing import Literal
 
 Metric = Literal["allocated", "reserved", "device"]
 PhaseName = Literal["load", "loss", "backward", "step", "save"]
+PHASE_TITLES: dict[PhaseName, str] = {
+    "load": "load",
+    "loss": "loss",
+    "backward": "backward pass",
+    "step": "optimizer step",
+    "save": "save",
+}
+"""As they follow `at the` in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ BROKEN = {
     "tp-within-node": at(laid(FULL, ranks=16, tp=16), nodes=2, backend="megatron"),
     "etp-only-for-large-experts": at(laid(FULL, ep=4, etp=2), backend="megatron"),
     "pp-within-layers": at(laid(FULL, ranks=64, pp=64), nodes=8, backend="megatron"),
+    "dp-needs-micro-batches": at(laid(FULL), micro_batches=0),
     "pp-needs-micro-batches": at(laid(FULL, pp=8), micro_batches=4, backend="megatron"),
     "pp-with-zero23": at(laid(FULL, pp=2, sharding="zero2"), backend="deepspeed"),
     "pp-unsupported": at(laid(FULL, pp=2)),

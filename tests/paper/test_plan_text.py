@@ -8,7 +8,7 @@ import pytest
 from gatewright.planner.catalogue import find_gpu, find_shape, gpus
 from gatewright.planner.job import Job
 from gatewright.planner.plan import plan, which_gpus
-from gatewright.planner.plan_text import WIDTH, as_json, bar, render_fewest, render_plan
+from gatewright.report.plan_text import WIDTH, as_json, bar, render_fewest, render_plan
 from gatewright.planner.search import Question
 from gatewright.planner.time import calibrated, estimate_time
 from gatewright.spec.hardware import Cluster, Node
@@ -51,7 +51,7 @@ def test_json_carries_derived_figures_and_no_nan() -> None:
     answer = plan("Qwen3-8B", gpu="h100", method="full", hours=10, price=2.0)
     document = json.loads(json.dumps(as_json(answer), allow_nan=False))
     assert document["fits"] and document["chosen"]["cost"]["usd"] == 20.0
-    assert document["chosen"]["memory"]["peak"] == "step" and document["chosen"]["time"]["step_s"] > 0
+    assert document["chosen"]["memory"]["peak"] == "loss" and document["chosen"]["time"]["step_s"] > 0
 
 
 def test_fewest_of_each_gpu_is_a_line_with_its_price() -> None:

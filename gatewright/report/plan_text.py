@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gatewright.spec.hardware import GB, GIB, Gpu
-from gatewright.spec.plan import Candidate, CostEstimate, MemoryEstimate, Phase, Plan, TimeEstimate
+from gatewright.spec.plan import PHASE_TITLES, Candidate, CostEstimate, MemoryEstimate, Phase, Plan, TimeEstimate
 
 WIDTH = 100
 BAR = 44
@@ -45,9 +45,10 @@ def headline(plan: Plan) -> str:
         return f"does not fit: {plan.gpus} × {plan.gpu}{shortage(plan)}{enough}"
     memory = plan.chosen.memory
     room = plan.gpu_memory_bytes - memory.device.bytes
+    tight = ", tight" if memory.device.high_bytes > plan.gpu_memory_bytes else ""
     return (
         f"fits: {plan.gpus} × {plan.gpu}, {gib(memory.device.bytes)} GiB of {gib(plan.gpu_memory_bytes)} at the "
-        f"{memory.peak.name}, {gib(room)} GiB head-room"
+        f"{PHASE_TITLES[memory.peak.name]}, {gib(room)} GiB head-room{tight}"
     )
 
 
@@ -56,7 +57,8 @@ def shortage(plan: Plan) -> str:
     nearest = next((item for item in plan.rejected if item.memory is not None), None)
     if nearest is not None and nearest.memory is not None:
         memory = nearest.memory
-        return f", {gib(memory.device.bytes)} GiB of {gib(plan.capacity_bytes)} usable at the {memory.peak.name}"
+        place = PHASE_TITLES[memory.peak.name]
+        return f", {gib(memory.device.bytes)} GiB of {gib(plan.capacity_bytes)} usable at the {place}"
     rule = next((item.refusals[0].rule for item in plan.rejected if item.refusals), "")
     return f", refused by {rule}" if rule else ""
 

@@ -1,0 +1,217 @@
+"""From words to a question: finds the model, the GPU and the policy, and refuses what is unknown or out of range."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import get_args
+
+from gatewright.planner.catalogue import find_gpu, find_shape
+from gatewright.planner.job import (
+    Adapter,
+    AttentionKernel,
+    Checkpointing,
+    Job,
+    Layout,
+    Method,
+    Optimizer,
+    Storage,
+)
+from gatewright.planner.legal_rule import Backend
+from gatewright.planner.policy import find_policy
+from gatewright.planner.search import Question
+from gatewright.planner.weights import FORMATS, StoredWeights, native_format, read_weights
+from gatewright.spec.errors import ModelError, UserError
+from gatewright.spec.hardware import Gpu
+from gatewright.spec.shape import TARGET_ROLES, ModelShape, TensorRole
+
+DEFAULT_TOKENS = 4096
+DEFAULT_RANK = 16
+DEFAULT_TARGETS = ("attention",)
+LIMITS: dict[str, int] = {
+    "gpus": 16_384,
+    "per_node": 1024,
+    "rank": 65_536,
+    "tokens": 10**8,
+    "document_tokens": 10**8,
+    "tokens_per_step": 10**12,
+    "steps": 10**9,
+    "hours": 10**6,
+    "price": 10**5,
+}
+"""Beyond these a number is a slip of the pen, not a plan."""
+LEAST_BYTES, MOST_BYTES = 0.4, 4.5
+"""Bytes of a stored parameter, from 4 bits to fp32."""
+
+
+def ask(
+    model: str | ModelShape,
+    *,
+    gpu: str | Gpu,
+    per_node: int | None = None,
+    method: Method = "lora",
+    rank: int = DEFAULT_RANK,
+    targets: Sequence[str] = DEFAULT_TARGETS,
+    target_names: Iterable[str] | None = None,
+    storage: str | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    document_tokens: int | None = None,
+    tokens_per_step: int | None = None,
+    hours: float | None = None,
+    steps: int | None = None,
+    price: float | None = None,
+    framework: str = "gatewright",
+    backend: Backend = "gatewright",
+    layout: Layout | None = None,
+    checkpointing: Checkpointing = "full",
+    attention: AttentionKernel = "flash",
+    optimizer: Optimizer = "adamw",
+    frozen: frozenset[TensorRole] = frozenset({"router"}),
+    loss_chunk_tokens: int | None = None,
+) -> Question:
+    """The question behind a catalogue name or path, a GPU and a method.
+
+    `target_names` keeps only some leaf names of the targets, such as q_proj. `storage` is one of weights.FORMATS; None
+    takes the checkpoint's own for LoRA, from the headers of its files where they are there, and nf4 for QLoRA.
+    Raises UserError or ModelError with the nearest choice.
+    """
+    shape = find_shape(model) if isinstance(model, str) else model
+    device = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    within_limits(
+        per_node=per_node, rank=rank, tokens=tokens, document_tokens=document_tokens, tokens_per_step=tokens_per_step,
+        steps=steps,
+    )  # fmt: skip
+    above_zero(hours=hours, price=price)
+    for name, value, known in (
+        ("method", method, Method),
+        ("checkpointing", checkpointing, Checkpointing),
+        ("attention", attention, AttentionKernel),
+        ("optimizer", optimizer, Optimizer),
+        ("backend", backend, Backend),
+    ):
+        known_choice(name, value, get_args(known))
+    weights = weights_of(model, shape) if isinstance(model, str) else None
+    exact = weights is not None and method == "lora" and storage is None
+    dense, experts = storages(shape, method=method, name=storage)
+    adapter = None
+    if method != "full":
+        roles = roles_of(shape, targets)
+        adapter = Adapter(rank=rank, roles=roles, names=modules_of(shape, roles, target_names))
+    job = Job(
+        shape=shape,
+        method=method,
+        framework=find_policy(framework).key,
+        adapter=adapter,
+        storage=dense,
+        expert_storage=experts,
+        stored=bytes_a_parameter(weights, shape) if exact and weights else {},
+        frozen=frozen,
+        tokens_per_row=tokens,
+        attention_tokens=document_tokens,
+        checkpointing=checkpointing,
+        attention=attention,
+        loss="linear" if framework == "gatewright" else "full",
+        loss_chunk_tokens=loss_chunk_tokens,
+        optimizer=optimizer,
+    )
+    return Question(
+        job=job,
+        gpu=device,
+        per_node=per_node or device.per_node,
+        tokens_per_step=tokens_per_step,
+        backend=backend,
+        layout=layout,
+        hours=hours,
+        steps=steps,
+        usd_per_gpu_hour=price,
+        weights=weights,
+    )
+
+
+def within_limits(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 1 <= value <= LIMITS[name]:
+            raise UserError(f"{name} {value:,}: wanted a whole number from 1 to {LIMITS[name]:,}.")
+
+
+def above_zero(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value <= LIMITS[name]:
+            raise UserError(f"{name} {value:g}: wanted a number above 0, up to {LIMITS[name]:,}.")
+
+
+def known_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
+        nearest = f" Nearest: {near[0]}." if near else ""
+        raise UserError(f"{name} {value[:40]!r} is unknown.{nearest} Known: {', '.join(known)}.")
+
+
+def storages(shape: ModelShape, *, method: Method, name: str | None) -> tuple[Storage, Storage | None]:
+    """How frozen matrices are stored: (dense, experts where they differ)."""
+    if method == "full":
+        return "bf16", None
+    key = name or ("nf4" if method == "qlora" else native_format(shape))
+    if key not in FORMATS:
+        near = difflib.get_close_matches(key, FORMATS, n=1, cutoff=0.4)
+        nearest = f" Nearest: {near[0]}." if near else ""
+        raise ModelError(f"No storage is called {key[:40]!r}.{nearest} Known: {', '.join(FORMATS)}.")
+    stored = FORMATS[key]
+    return stored.dense, None if stored.experts == stored.dense else stored.experts
+
+
+def roles_of(shape: ModelShape, targets: Sequence[str]) -> frozenset[TensorRole]:
+    """Tensor roles behind the targets. Raises UserError for an unknown one, or one this model does not have."""
+    roles: set[TensorRole] = set()
+    present = set(shape.parameters_by_role())
+    for target in targets:
+        if target not in TARGET_ROLES:
+            near = difflib.get_close_matches(target, TARGET_ROLES, n=1, cutoff=0.4)
+            nearest = f" Nearest: {near[0]}." if near else ""
+            raise UserError(f"No target is called {target[:40]!r}.{nearest} Known: {', '.join(TARGET_ROLES)}.")
+        found = present.intersection(TARGET_ROLES[target])
+        if not found:
+            has = ", ".join(name for name, behind in TARGET_ROLES.items() if present.intersection(behind))
+            raise UserError(f"{shape.name} has no {target} to adapt; it has: {has}.")
+        roles.update(found)
+    return frozenset(roles)
+
+
+def modules_of(shape: ModelShape, roles: frozenset[TensorRole], modules: Iterable[str] | None) -> frozenset[str] | None:
+    """Leaf names kept of the roles' modules. Raises UserError for a name that none of them has."""
+    if modules is None:
+        return None
+    known = dict.fromkeys(linear.name for _, linear in shape.linears(roles) if linear.module)
+    for name in modules:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            nearest = f" Nearest: {near[0]}." if near else ""
+            raise UserError(
+                f"{shape.name} has no module {name[:40]!r} among its targets.{nearest} Has: {', '.join(known)}."
+            )
+    return frozenset(modules)
+
+
+def weights_of(model: str, shape: ModelShape) -> StoredWeights | None:
+    """The headers of the safetensors files in a model's folder; None where there are none."""
+    folder = Path(model)
+    if not folder.is_dir() or not any(folder.glob("*.safetensors*")):
+        return None
+    return read_weights(folder, layers=len(shape.layers))
+
+
+def bytes_a_parameter(weights: StoredWeights, shape: ModelShape) -> dict[TensorRole, float]:
+    """By role, scales included. Empty where most bytes are fp32, since a run loads those as bf16.
+
+    Raises ModelError when the files cannot be those of the config.
+    """
+    if 2 * weights.bytes_by_dtype.get("F32", 0) > weights.bytes:
+        return {}
+    counts = shape.parameters_by_role()
+    shares = {role: size / counts[role] for role, size in weights.bytes_by_role.items() if role in counts}
+    for role, share in shares.items():
+        if not LEAST_BYTES <= share <= MOST_BYTES:
+            raise ModelError(
+                f"{weights.path}: its files hold {weights.bytes_by_role[role]:,} bytes of {role.replace('_', ' ')}, "
+                f"its config.json says {counts[role]:,} parameters: they are not of one model. Check the folder."
+            )
+    return shares
