@@ -5,8 +5,9 @@ both are answered here:
 
 - Document boundaries, positions and labels are read as numbers (`tolist`, `nonzero`). They are small, so they stay
   real, and an operation whose tensors are all real is executed.
-- The loss, the gradient norm and the routing counts are read, but their values decide no shape. A scalar read from a
-  fake tensor is 1 (finite, and true), and `bincount` has as many rows as the caller says experts exist.
+- The loss, the gradient norm and the routing counts are read, but their values decide no shape. A float read from a
+  fake tensor is 1.0, a bool is true ("it is finite"), and `bincount` has as many rows as the caller says there are
+  experts. An integer could decide a shape: reading one stays an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,12 +38,14 @@ class _Values(TorchDispatchMode):
 
 
 def _scalar(tensor: Tensor) -> float | int | bool:
-    if tensor.dtype.is_floating_point:
-        return 1.0
-    return True if tensor.dtype == torch.bool else 1
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else aten._local_scalar_dense.default(tensor)
 
 
 def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if not minlength:
+        return aten.bincount.default(tensor, weights, minlength)
     return tensor.new_zeros(minlength, dtype=torch.int64)
 
 
@@ -53,7 +56,7 @@ def _grouped_mm(
     if a.dtype == torch.bfloat16 or offs is None:
         return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
     groups = (len(offs),) if a.dim() == b.dim() else ()
-    return a.new_empty(*groups, *a.shape[:-1][-1:], b.shape[-1])
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {

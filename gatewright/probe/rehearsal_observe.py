@@ -56,7 +56,10 @@ def observe(
     except GatewrightError:
         raise
     except Exception as error:  # whatever an architecture of transformers may raise
-        raise ModelError(f"{model}: cannot be rehearsed: {type(error).__name__}: {first_line(error)}") from error
+        raise ModelError(
+            f"{model}: cannot be rehearsed: {type(error).__name__}: {first_line(error)}; plan it without rehearsal, "
+            "and expect the trainer to meet the same on packed documents"
+        ) from error
     whole = runs[0] if len(runs) == 1 else _extended(runs[0], runs[1], depths=(depths[0], depths[1]), blocks=blocks)
     return Rehearsal(
         model=model,
