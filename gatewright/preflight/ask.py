@@ -39,7 +39,9 @@ def ask_planner(job: Job) -> Job:
         return job
     asked = planner_job(job)
     gpu = job.gpu or find_gpu("h200")
-    setting = Setting(job=asked, cluster=cluster_of(job, gpu), backend=backend_of(job))
+    setting = Setting(
+        job=asked, cluster=cluster_of(job, gpu), backend=backend_of(job), micro_batches=micro_batches(job, asked)
+    )
     broken = [*refusals(setting), *advice(setting)] if _layout_known(job) else []
     if job.gpu is None:
         broken = [refusal for refusal in broken if refusal.rule not in _NEEDS_GPU]
@@ -88,6 +90,13 @@ def backend_of(job: Job) -> Backend:
     return "transformers"
 
 
+def micro_batches(job: Job, asked: planner.Job) -> int | None:
+    """Of one step on one pipeline; None where no file says it."""
+    if job.global_batch.value is not None and job.micro_batch.value:
+        return max(1, job.global_batch.value // (job.micro_batch.value * asked.layout.dp))
+    return job.accumulation.value if job.accumulation.given else None
+
+
 def sharding_of(job: Job) -> planner.Sharding:
     if job.uses("megatron", "swift-megatron"):
         return "zero1"
@@ -128,6 +137,7 @@ def planner_job(job: Job) -> planner.Job:
             tp=job.tp.get(1),
             sequence_parallel=job.sequence_parallel.get(False),
             ep=job.ep.get(1),
+            etp=job.etp.get(1),
             pp=job.pp.get(1),
             cp=job.cp.get(1),
         ),
@@ -139,10 +149,10 @@ def planner_job(job: Job) -> planner.Job:
 
 def storage_of(job: Job) -> planner.Storage:
     """How the frozen weights lie in memory; weights that train are the policy's business."""
-    if not job.lora:
-        return "bf16"
     if job.bits.value in (4, 8):
         return "nf4" if job.bits.value == 4 else "int8"
+    if not job.lora:
+        return "bf16"
     native: dict[str, planner.Storage] = {"fp8": "fp8", "mxfp4": "mxfp4"}
     return native.get((job.shape.quantization if job.shape else None) or "", "bf16")
 

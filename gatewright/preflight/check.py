@@ -11,7 +11,7 @@ from gatewright.preflight.fault import Edit, Fault, Rule
 from gatewright.preflight.gather import Gathered, Given, gather
 from gatewright.preflight.reading import Unread
 from gatewright.preflight.rules import files
-from gatewright.preflight.source import Source
+from gatewright.preflight.source import Source, hide
 from gatewright.spec.errors import RunFileError, UserError
 from gatewright.spec.finding import SEVERITIES, Finding, Number, Place, Severity
 from gatewright.spec.keys import nearest
@@ -200,5 +200,5 @@ def finding(rule: Rule, fault: Fault, sources: Sequence[Source]) -> Finding:
 
 def with_text(place: Place, lines: dict[str, list[str]]) -> Place:
     held = lines[place.file]
-    text = held[place.line - 1].strip()[:120] if 0 < place.line <= len(held) else ""
+    text = hide(held[place.line - 1].strip()[:120]) if 0 < place.line <= len(held) else ""
     return Place(file=place.file, line=place.line, text=text)

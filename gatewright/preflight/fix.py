@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gatewright.preflight.check import Repair, Verdict
 from gatewright.preflight.fault import Edit
-from gatewright.preflight.source import Source
+from gatewright.preflight.source import Source, hide
 from gatewright.spec.errors import UserError
 
 _SHORT = {
@@ -34,7 +34,7 @@ def diff(source: Source, edits: Iterable[Edit]) -> str:
         tofile=source.name,
         n=1,
     )
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+    return hide("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
 
 
 def diffs(verdict: Verdict, repairs: Sequence[Repair]) -> dict[str, str]:
@@ -101,8 +101,8 @@ def edited(source: Source, edits: Iterable[Edit]) -> str:
 
 
 def _line(line: str, edit: Edit) -> list[str] | None:
-    key = edit.at.key.rpartition(".")[2].lstrip("-")
-    name = re.escape(key).replace(r"\-", "[-_]").replace("_", "[-_]")
+    key = edit.at.key.rpartition(".")[2].lstrip("-").rstrip("=")
+    name = "[-_]".join(map(re.escape, re.split("[-_]", key)))
     short = f"|(?<=\\s)-{_SHORT[key]}" if key in _SHORT else ""
     mapping = re.compile(rf"""^(\s*(?:-\s+)?["']?{name}["']?\s*:\s*|.*?[{{,]\s*["']?{name}["']?\s*:\s*){_VALUE}""")
     option = re.compile(rf"(.*?(?:--{name}{short})[ =]+){_VALUE}")

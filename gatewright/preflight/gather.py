@@ -69,11 +69,15 @@ def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
     seen: set[Path] = set()
     while waiting and len(seen) < MAX_FILES:
         path, name, named_by = waiting.pop(0)
-        if (whole := path.resolve()) in seen:
-            continue
-        seen.add(whole)
-        if named_by is not None and not path.is_file():
-            found.not_found.append(named_by)
+        try:
+            if (whole := path.resolve()) in seen:
+                continue
+            seen.add(whole)
+            if named_by is not None and not path.is_file():
+                found.not_found.append(named_by)
+                continue
+        except (OSError, ValueError) as error:  # a name that no file can have
+            found.unreadable.append((name[:200], f"{name[:200]!r} names no file: {error}"))
             continue
         try:
             source = read_source(path, name)
@@ -174,9 +178,9 @@ def together(readings: Sequence[Reading], given: Given) -> Job:
         values["ranks"] = Written(given.gpus, "--gpus", "given", 0, default=True)
     for package, version in given.versions:
         versions[package] = Written(version, f"{package}==", "given", 0)
-    written: dict[str, Any] = dict(values)
+    settings: dict[str, Any] = dict(values)
     job = Job(
-        **written,
+        **settings,
         tools=frozenset(reading.tool for reading in readings),
         env=env,
         versions=versions,

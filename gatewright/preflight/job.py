@@ -171,6 +171,8 @@ class Job:
     fsdp_ram_efficient: Flag = Written()
     fsdp_sync: Flag = Written()
     ep: Count = Written()
+    etp: Count = Written()
+    """TP inside an expert."""
     tp: Count = Written()
     pp: Count = Written()
     cp: Count = Written()

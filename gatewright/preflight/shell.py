@@ -9,7 +9,9 @@ from gatewright.preflight.source import Source
 
 MAX_WORDS = 20_000
 """Of a script, variables put in; a script that grows beyond is not read further."""
-_ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.S)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
+_ARRAY = re.compile(r"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=\((.*)\)\s*;?", re.S)
+_DECLARES = frozenset({"export", "declare", "local", "readonly"})
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
 _WHOLE_VARIABLE = re.compile(r"\"?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?\"?")
 
@@ -59,20 +61,16 @@ def read_script(source: Source) -> Script:
             script.directives += options(_split(text.removeprefix("#SBATCH"), line))
             continue
         script.texts.append(Token(text, line))
-        if match := _ASSIGNMENT.fullmatch(text):
-            _assign(script, match, line, exported=text.startswith("export"))
+        if match := _ARRAY.fullmatch(text):
+            tokens = list(_put_in(_tokens(match[3], line), script))
+            script.variables[match[1]] = script.variables.get(match[1], []) + tokens if match[2] else tokens
             continue
-        command = list(_put_in(_tokens(text, line), script))
+        tokens = _tokens(text, line)
+        words += len(tokens)
+        command = list(_put_in(_assignments(tokens, script), script))
         words += len(command)
         if words > MAX_WORDS:
             break
-        while command and (match := _ASSIGNMENT.fullmatch(command[0].text)):
-            script.exported[match[1]] = Token(match[3], command.pop(0).line)
-        if command and command[0].text == "export":
-            for token in command[1:]:
-                if match := _ASSIGNMENT.fullmatch(token.text):
-                    script.exported[match[1]] = Token(match[3], token.line)
-            continue
         if command:
             script.commands.append(command)
     return script
@@ -152,18 +150,38 @@ def _words(text: str) -> list[str]:
         return text.replace('"', " ").replace("'", " ").split()
 
 
-def _assign(script: Script, match: re.Match[str], line: int, *, exported: bool) -> None:
-    name, adds, value = match[1], match[2], match[3].strip()
-    if value.startswith("("):
-        value = value[1:].removesuffix(")")
-    value = value.removesuffix(";")
-    tokens = list(_put_in(_tokens(value, line), script))
-    if not value.startswith("(") and len(tokens) == 1 and " " in tokens[0].text and "--" in tokens[0].text:
-        tokens = [Token(word, line) for word in tokens[0].text.split()]
+def _assignments(tokens: list[Token], script: Script) -> list[Token]:
+    """Note the assignments that a line begins with, and give back the command after them.
+
+    Before a command, or after `export`, they are environment; alone on a line they are variables of the script.
+    """
+    index = 0
+    declares = bool(tokens) and tokens[0].text in _DECLARES
+    exports = declares and tokens[0].text == "export"
+    if declares:
+        index = 1
+        while index < len(tokens) and tokens[index].text.startswith("-"):
+            index += 1
+    start = index
+    while index < len(tokens) and _ASSIGNMENT.fullmatch(tokens[index].text):
+        index += 1
+    rest = [] if declares else tokens[index:]
+    for token in tokens[start:index]:
+        match = _ASSIGNMENT.fullmatch(token.text)
+        assert match is not None
+        _assign(script, match[1], Token(match[3].removesuffix(";"), token.line), adds=bool(match[2]))
+        if exports or rest or match[1] in script.exported:
+            text = " ".join(word.text for word in script.variables[match[1]])
+            script.exported[match[1]] = Token(text, token.line)
+    return rest
+
+
+def _assign(script: Script, name: str, value: Token, *, adds: bool) -> None:
+    """A value that holds options is kept as words, so that `$ARGS` becomes options again."""
+    tokens = list(_put_in([value], script))
+    if len(tokens) == 1 and " " in tokens[0].text and "--" in tokens[0].text:
+        tokens = [Token(word, value.line) for word in tokens[0].text.split()]
     script.variables[name] = script.variables.get(name, []) + tokens if adds else tokens
-    text = " ".join(token.text for token in tokens)
-    if exported or name in script.exported:
-        script.exported[name] = Token(text, line)
 
 
 def _put_in(tokens: list[Token], script: Script) -> Iterator[Token]:

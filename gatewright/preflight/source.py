@@ -14,6 +14,8 @@ MAX_BYTES = 2**18
 MAX_JSON_DEPTH = 32
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_SECRET = re.compile(r"\b(hf_|sk-|ghp_)[A-Za-z0-9_-]{16,}")
+_SECRET_KEY = re.compile(r"((?:token|api[-_]key|secret|password)[\"']?\s*[:=]\s*)(?!\$)[^\s,]+", re.I)
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -72,6 +74,11 @@ def read_source(path: Path, name: str = "") -> Source:
     if not text.strip():
         raise UnreadableFile(f"{name} is empty")
     return Source(path=path, name=name, text=text.replace("\r\n", "\n"))
+
+
+def hide(text: str) -> str:
+    """The text without what looks like a credential."""
+    return _SECRET.sub("…", _SECRET_KEY.sub(r"\1…", text))
 
 
 def said_by_system(error: Exception) -> str:

@@ -83,7 +83,7 @@ TRL: Table = {
     "use_dora": ("lora_dora", flag),
     "dataset_streaming": ("streaming", flag),
     "beta": ("beta", number),
-    "loss_type": ("loss_type", word),
+    "loss_type": ("loss_type", words),
     "teacher_model_name_or_path": ("teacher", word),
 }
 """`load_in_4bit`, `use_peft` and `loss_type` become other fields below."""
@@ -151,7 +151,7 @@ def finish(reading: Reading, leaves: Iterable[Leaf], defaults: dict[str, object]
             values["bits"] = Written(bits, said.key, said.file, said.line)
     peft = values.pop("use_peft", None)
     loss = values.pop("loss_type", None)
-    if loss is not None and "packing_strategy" not in values and str(loss.value).startswith("chunked"):
+    if loss is not None and loss.value and str(loss.value[0]).startswith("chunked"):
         values["liger"] = Written(True, loss.key, loss.file, loss.line)
     if "adapter" not in values:
         said = peft or values.get("lora_rank")

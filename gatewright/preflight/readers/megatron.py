@@ -28,6 +28,7 @@ TABLE: Table = {
     "pipeline_model_parallel_size": ("pp", whole),
     "context_parallel_size": ("cp", whole),
     "expert_model_parallel_size": ("ep", whole),
+    "expert_tensor_parallel_size": ("etp", whole),
     "sequence_parallel": ("sequence_parallel", flag),
     "hybrid_context_parallel": ("dynamic_cp", flag),
     "calculate_per_token_loss": ("per_token_loss", flag),

@@ -116,6 +116,8 @@ def _environment(reading: Reading, script: Script) -> None:
             reading.secrets.append(Written("…", name, reading.file, token.line))
             written = Written("…", name, reading.file, token.line)
         reading.env[name] = written
+        if name == "NPROC_PER_NODE" and token.text.isdecimal():  # ms-swift and LLaMA-Factory start torchrun by it
+            reading.put("launcher_processes", int(token.text), Leaf(name, token.text, token.line))
     for token in script.texts:
         if "pip install" in token.text:
             for match in _PINNED.finditer(token.text):

@@ -62,7 +62,11 @@ def all_linear_trains_the_router(job: Job) -> Fault | None:
     """From PEFT 0.20 on, `all-linear` puts an adapter on the router too. A router that trains sharpens (its top
     probability rose from 0.40 to 0.61 in 1,000 steps of a small model) and needs a balance loss to stay healthy."""
     peft = _peft(job)
-    if not (job.moe and job.lora) or "all" not in _targets(job) or job.uses("llamafactory", "swift", "axolotl"):
+    if (
+        not (job.moe and job.lora)
+        or "all" not in _targets(job)
+        or job.uses("llamafactory", "axolotl", "megatron", "swift-megatron")
+    ):
         return None
     if peft is not None and peft < (0, 20):
         return None

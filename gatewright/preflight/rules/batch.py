@@ -152,7 +152,7 @@ def fp16_on_this_gpu(job: Job) -> Fault | None:
 
 
 def fp16_and_bf16(job: Job) -> Fault | None:
-    """The trainers refuse both at once."""
+    """A run has one training type: the trainers and DeepSpeed refuse a config that asks for both."""
     if not (job.fp16.value and job.bf16.value):
         return None
     return Fault(

@@ -167,7 +167,7 @@ def one_hardware_queue(job: Job) -> Fault | None:
 
 
 def flash_attention_three_on_amd(job: Job) -> Fault | None:
-    """FlashAttention 3 is written for Hopper."""
+    """FlashAttention 3 is written for Hopper GPUs and has no ROCm build."""
     if not job.amd or job.attention.value != "flash3":
         return None
     return Fault(
