@@ -136,8 +136,8 @@ def show(name: str, result: dict[str, Any]) -> None:
         f"({result['wrong'] / cases:5.1%}) {result['unknown']:>3} unknown of {result['cases']}"
     )
     print(
-        f"{'':<28} OOM cause: {result['oom_cause_right']} of {result['oom_cases']} ({result['oom_cause_right'] / causes:.1%}); "
-        f"fragmentation {result['fragmentation_found']} of {result['fragmented']}, "
+        f"{'':<28} OOM cause: {result['oom_cause_right']} of {result['oom_cases']} "
+        f"({result['oom_cause_right'] / causes:.1%}); fragmentation {result['fragmentation_found']} of {result['fragmented']}, "
         f"{result['fragmentation_false_alarms']} false alarms"
     )
 

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Literal
 
 from gatewright.doctor.cause import Cause, Log, Role, Seen, Sighting, finding
 from gatewright.doctor.health import Progress, health, progress
-from gatewright.doctor.scan import Life, Scan, Scanner, scan_log
+from gatewright.doctor.scan import Life, Scan, scan_log
 from gatewright.doctor.source import LogError, chunks, find_logs, open_log
 from gatewright.doctor.table import BY_CODE, UNRECOGNISED
 from gatewright.spec.finding import Confidence, Finding, Place
@@ -143,11 +143,21 @@ def _judge_life(lives: Sequence[Life], zero: Sequence[Finding], tool: str, setti
     return Diagnosis(
         verdict="failed" if known else "unknown",
         root=root,
-        others=tuple(one for one in (*roots, *generic) if one is not root),
+        others=tuple(one for one in (*roots, *generic) if one is not root and not _follows(one, root)),
         contributing=tuple(hints),
-        consequences=tuple(one for one in cascades if one is not root)[:MAX_CONSEQUENCES],
+        consequences=tuple(_in_order(_consequences(root, generic, cascades), lives)[:MAX_CONSEQUENCES]),
         earliest=() if known else _earliest(lives),
     )
+
+
+def _consequences(root: Finding, generic: Sequence[Finding], cascades: Sequence[Finding]) -> list[Finding]:
+    return [one for one in (*generic, *cascades) if one is not root and (one in cascades or _follows(one, root))]
+
+
+def _follows(one: Finding, root: Finding) -> bool:
+    """Whether a report that something died is about the death that the root explains."""
+    cause = BY_CODE[one.code]
+    return cause.role is Role.GENERIC and one.code != UNRECOGNISED.code and one.places[0].line >= root.places[0].line
 
 
 def _without_failure(lives: Sequence[Life], hints: Sequence[Finding]) -> Diagnosis:
@@ -291,6 +301,3 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _plain(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-__all__ = ["Diagnosis", "Scanner", "diagnose", "judge", "to_json"]

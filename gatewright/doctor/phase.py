@@ -68,7 +68,10 @@ _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
 _MARKS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "resume",
-        re.compile(r"[Rr]esum(?:e|ing)|loading checkpoint|Loading optimizer|load_checkpoint|torch\.load\(optimizer"),
+        re.compile(
+            r"[Rr]esuming (?:from|training|at|checkpoint)|[Rr]esume from|on resume|loading checkpoint|Loading optimizer"
+            r"|load_checkpoint|torch\.load\(optimizer"
+        ),
     ),
     (
         "evaluate",

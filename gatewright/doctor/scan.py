@@ -134,7 +134,7 @@ class Scanner:
 
     def __init__(self, file: str) -> None:
         self._plan = list(_plan())
-        self._reader = Reader([one for one, _ in self._plan], every=[what == "metric" for _, what in self._plan])
+        self._reader = Reader([one for one, _ in self._plan], numbers=[what == "metric" for _, what in self._plan])
         self._metrics = {index for index, (_, what) in enumerate(self._plan) if what == "metric"}
         self.scan = Scan(file=file, lives=[Life(file=file, first_line=1)], series=Series())
         found = _RANK_OF_FILE.search(file)
@@ -160,7 +160,7 @@ class Scanner:
                 life = self._life()
                 life.steps += not point.bar
                 life.last_line = line.number
-            if line.count <= 64:
+            if line.first_visits:
                 self._look(line)
 
     def _life(self) -> Life:
@@ -258,7 +258,11 @@ def _plan() -> Iterator[tuple[Sign, Cause | str]]:
 
 
 def _claim(life: Life) -> None:
-    """Takes out the exceptions that a known failure explains: on their line, or in the lines of their message."""
-    lines = sorted({s.place.line for found in life.sightings.values() for s in found})
-    claimed = {n for line in lines for n in range(line - 10, line + 1)}
+    """Takes out the exceptions that a known failure explains: on their line, or indented below it."""
+    claimed: set[int] = set()
+    for found in life.sightings.values():
+        for one in found:
+            claimed.add(one.place.line)
+            if one.line[:1].isspace() and one.cause.role is not Role.CASCADE:
+                claimed.update(range(one.place.line - 3, one.place.line))
     life.exceptions = [one for one in life.exceptions if one.place.line not in claimed]

@@ -1,23 +1,25 @@
 """Sources of log text: files, folders, gzip and standard input, as chunks of bytes with one newline form."""
 
 import codecs
-import gzip
 import os
 import stat
+import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 from gatewright.spec.errors import UserError
 
 CHUNK_BYTES = 2**22
+_GZIP = b"\x1f\x8b"
 MAX_FILES = 256
 MAX_ENTRIES = 20_000
 """Entries of a folder that are looked at; a folder of more is not a folder of logs."""
 _LOG_SUFFIXES = {".log", ".out", ".err", ".txt", ".jsonl", ".gz", ".o", ".e", ""}
 _NOT_LOGS = {"METADATA", "LICENSE", "README", "Makefile", "Dockerfile"}
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
-_BINARY_SHARE = 0.1
+_BINARY_SHARE = 0.05
 
 
 class LogError(UserError):
@@ -74,40 +76,51 @@ def _in_folder(folder: Path, notes: list[str]) -> list[Path]:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The file, unpacked where it is gzip. Raises LogError."""
+    """The file as it lies there. Raises LogError."""
     try:
-        file = path.open("rb")
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
+        return path.open("rb")
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}") from None
-    return gzip.GzipFile(fileobj=file) if packed else file  # type: ignore[return-value]
 
 
 def chunks(file: BinaryIO, *, name: str) -> Iterator[bytes]:
-    """The bytes of a log in UTF-8, about CHUNK_BYTES at a time. Raises LogError where it is no text."""
-    first = True
-    decoder: codecs.IncrementalDecoder | None = None
-    for raw in _raw_chunks(file, name=name):
-        if first:
-            first = False
-            decoder = _wide_decoder(raw)
-            if decoder is None and is_binary(raw[:65536]):
-                raise LogError(f"{name} is a binary file, not a log")
-        yield decoder.decode(raw).encode("utf-8", "replace") if decoder else raw
+    """The bytes of a log in UTF-8, unpacked, at most CHUNK_BYTES at a time. Raises LogError where it is no text."""
+    parts = _stored(file, name=name)
+    first = next(parts, b"")
+    parts = chain((first,), parts)
+    if first.startswith(_GZIP):
+        parts = _unpacked(parts)
+        first = next(parts, b"")
+        parts = chain((first,), parts)
+    decoder = _wide_decoder(first)
+    if decoder is None and is_binary(first[:65536]):
+        raise LogError(f"{name} is a binary file, not a log")
+    for part in parts:
+        yield decoder.decode(part).encode("utf-8", "replace") if decoder else part
 
 
-def _raw_chunks(file: BinaryIO, *, name: str) -> Iterator[bytes]:
-    while True:
-        try:
-            raw = file.read(CHUNK_BYTES)
-        except (OSError, EOFError, ValueError) as error:  # a gzip file that is cut off, or not one
-            if isinstance(error, OSError) and error.errno:
-                raise LogError(f"{name}: cannot be read: {error.strerror}") from None
-            return
-        if not raw:
-            return
-        yield raw
+def _stored(file: BinaryIO, *, name: str) -> Iterator[bytes]:
+    try:
+        while part := file.read(CHUNK_BYTES):
+            yield part
+    except OSError as error:
+        raise LogError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def _unpacked(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """The text of a gzip file of one or more members, as far as it goes if it is cut off or damaged."""
+    unpacker = zlib.decompressobj(wbits=31)
+    for part in parts:
+        while part:
+            try:
+                text = unpacker.decompress(part, CHUNK_BYTES)
+            except zlib.error:
+                return
+            if text:
+                yield text
+            part = unpacker.unconsumed_tail
+            if unpacker.eof:
+                part, unpacker = unpacker.unused_data, zlib.decompressobj(wbits=31)
 
 
 def _wide_decoder(raw: bytes) -> codecs.IncrementalDecoder | None:
@@ -119,6 +132,5 @@ def _wide_decoder(raw: bytes) -> codecs.IncrementalDecoder | None:
 
 def is_binary(sample: bytes) -> bool:
     """Whether bytes are something else than text in a superset of ASCII."""
-    if not sample:
-        return False
+    sample = sample.replace(b"\0", b"")  # a file system that lost a node leaves holes of zeros in a log
     return len(sample) - len(sample.translate(None, _CONTROL)) > _BINARY_SHARE * len(sample)

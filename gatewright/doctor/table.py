@@ -67,7 +67,7 @@ def explain(code: str) -> str:
 
 def page(cause: Cause) -> str:
     """One cause as Markdown: what it is, why it happens, how it is recognised, what to do."""
-    lines = [f"## {cause.code} {cause.name}", "", f"**{cause.title}.** {cause.why}", ""]
+    lines = [f"### {cause.code} {cause.name}", "", f"**{cause.title}.** {cause.why}", ""]
     literals = list(dict.fromkeys(text for sign in cause.signs for text in sign.literals if len(text) > 5))
     if literals:
         lines += [f"Recognised by: {', '.join(f'`{text}`' for text in literals[:6])}.", ""]
@@ -84,5 +84,5 @@ def pages() -> str:
     """All pages, as docs/doctor.md holds them."""
     parts = []
     for family, causes in FAMILIES:
-        parts += [f"# {family}\n", *(page(cause) for cause in sorted(causes, key=lambda cause: cause.code))]
+        parts += [f"## {family}\n", *(page(cause) for cause in sorted(causes, key=lambda cause: cause.code))]
     return "\n".join(parts)

@@ -112,7 +112,7 @@ CAUSES: tuple[Cause, ...] = (
         "documents may "
         "see one another.",
         fix=("Force one kernel and let its absence be an error; verify it forward and backward before the run.",),
-        outranks=2,
+        outranks=6,
     ),
     Cause(
         code="GW562",
