@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from os.path import isfile  # false, and no error, for a name that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
             if (whole := path.resolve()) in seen:
                 continue
             seen.add(whole)
-            if named_by is not None and not path.is_file():
+            if named_by is not None and not isfile(path):
                 found.not_found.append(named_by)
                 continue
         except (OSError, ValueError) as error:  # a name that no file can have
@@ -99,10 +100,10 @@ def _beside(source: Source, said: Written[str]) -> tuple[Path, str]:
     """A named file, relative to the current folder or to the file that names it."""
     text = said.get("")
     here = Path(text)
-    if here.is_absolute() or here.is_file():
+    if here.is_absolute() or isfile(here):
         return here, text
     beside = source.path.parent / text
-    return (beside, str(beside)) if beside.is_file() else (source.path.parent / here.name, str(beside))
+    return (beside, str(beside)) if isfile(beside) else (source.path.parent / here.name, str(beside))
 
 
 def read_any(source: Source) -> list[Reading]:

@@ -8,6 +8,14 @@ from gatewright.preflight.job import Written
 from gatewright.preflight.source import Leaf
 from gatewright.spec.keys import nearest
 
+LARGEST = 10**9
+SIZES_TEXT = """
+micro_batch accumulation global_batch eval_batch max_tokens lora_rank tp pp cp ep etp ranks launcher_processes
+launcher_nodes nodes tasks_per_node gpus_per_node cpus_per_task max_prompt_tokens links hpz
+"""
+SIZES = frozenset(SIZES_TEXT.split())
+"""Fields of Job that count something there is at least one of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
@@ -43,6 +51,11 @@ class Reading:
     written_twice: list[Unread] = field(default_factory=list)
 
     def put(self, name: str, value: object, leaf: Leaf) -> None:
+        """Note a value; a size that no run can have is listed as not understood."""
+        if name in SIZES and isinstance(value, int) and not 0 < value <= LARGEST:
+            why = f"got {value}, wanted a whole number from 1 to {LARGEST:,}"
+            self.unread.append(Unread(leaf.key, self.file, leaf.line, why))
+            return
         self.values[name] = Written(value, leaf.key, self.file, leaf.line)
 
 

@@ -58,7 +58,7 @@ def read_swift(leaves: list[Leaf], *, file: str, verb: str = "sft") -> Reading:
         merge = next(leaf for leaf in leaves if leaf.key == "merge_lora")
         reading.put("export", "merge", merge)
     values.setdefault("adapter", Written("lora", "tuner_type", file, default=True))
-    reading = finish(reading, leaves, {"save_strategy": "steps", "nan_filter": True})
+    reading = finish(reading, leaves, {"save_strategy": "steps", "nan_filter": True, "checkpointing": True})
     reading.names = [said for said in reading.names if said.value not in _STAGES]
     _packing(reading)
     return reading
