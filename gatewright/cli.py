@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__
-from gatewright.spec.errors import GatewrightError, UserError
+from gatewright import __version__, cli_plan
+from gatewright.cli_write import write_whole
+from gatewright.spec.errors import GatewrightError
 
 EXTRAS = {
     "torch": "train",
@@ -23,6 +24,7 @@ EXTRAS = {
     "gguf": "export",
     "openai": "synth",
     "tenacity": "synth",
+    "PIL": "plot",
 }
 """Packages that a bare install leaves out, and the extra that brings them."""
 
@@ -127,8 +129,11 @@ def report(
     console.print(render_text(facts))
     if not no_html:
         page = html or folder / "report.html"
-        _write_whole(page, render_html(facts))
+        write_whole(page, render_html(facts).encode(), option="--html")
         console.print(f"Page: {page}", highlight=False, markup=False, soft_wrap=True)
+
+
+app.command()(cli_plan.plan)
 
 
 @app.command()
@@ -136,7 +141,7 @@ def models() -> None:
     """List the models of the catalogue, with their parameters and sizes."""
     from rich.console import Console
 
-    from gatewright.planner.catalogue import models_table
+    from gatewright.planner.catalogue_tables import models_table
 
     Console().print(models_table())
 
@@ -146,7 +151,7 @@ def gpus() -> None:
     """List the GPUs of the catalogue, with memory, rates and prices."""
     from rich.console import Console
 
-    from gatewright.planner.catalogue import gpus_table
+    from gatewright.planner.catalogue_tables import gpus_table
 
     Console().print(gpus_table())
 
@@ -167,19 +172,6 @@ def _run_folder(run: str) -> Path:
     if given.is_file():
         return read_run(given).folder
     return given if given.is_dir() and not (named / "events.jsonl").is_file() else named
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; --html wants the page's own name, such as {path / 'report.html'}")
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --html") from None
 
 
 @data.command()

@@ -14,6 +14,7 @@ from gatewright.planner.job import (
     Layout,
     Method,
     Optimizer,
+    Sharding,
     Storage,
 )
 from gatewright.planner.legal_rule import Backend
@@ -39,6 +40,16 @@ LIMITS: dict[str, int] = {
     "price": 10**5,
 }
 """Beyond these a number is a slip of the pen, not a plan."""
+SIZES = ("ep", "etp", "tp", "pp", "cp", "dp_replicate")
+DENSE: dict[str, Sharding] = {
+    "replicate": "none",
+    "zero1": "zero1",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp1": "fsdp1",
+    "fsdp2": "fsdp2",
+}
+"""How everything but the experts is laid out, in the words of a run file's parallel.dense and of other tools."""
 LEAST_BYTES, MOST_BYTES = 0.4, 4.5
 """Bytes of a stored parameter, from 4 bits to fp32."""
 
@@ -215,3 +226,32 @@ def bytes_a_parameter(weights: StoredWeights, shape: ModelShape) -> dict[TensorR
                 f"its config.json says {counts[role]:,} parameters: they are not of one model. Check the folder."
             )
     return shares
+
+
+def layout_from(text: str, *, ranks: int, backend: Backend = "gatewright") -> Layout:
+    """A layout in words such as `ep=8,dense=zero2`, in the terms of a run file's `parallel`, and tp, pp, etp beside.
+
+    Raises UserError for an unknown word or a size that is no whole number of at least 1.
+    """
+    sizes: dict[str, int] = {}
+    sharding: Sharding = "none"
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = item.partition("=")
+        if name == "dense":
+            known_choice("dense", value, tuple(DENSE))
+            sharding = DENSE[value]
+        else:
+            known_choice("parallel", name, (*SIZES, "dense"))
+            if not value.isdecimal() or not 1 <= int(value) <= LIMITS["gpus"]:
+                raise UserError(f"parallel {item[:40]}: wanted a whole number of at least 1, such as {name}=8.")
+            sizes[name] = int(value)
+    if sharding == "zero3" and not backend.startswith("deepspeed"):
+        sharding = "fsdp1" if backend == "fsdp1" else "fsdp2"
+    copies = sizes.pop("dp_replicate", 1)
+    return Layout(
+        ranks=ranks,
+        sharding=sharding,
+        sequence_parallel=sizes.get("tp", 1) > 1,
+        shard_ranks=max(1, ranks // copies) if copies > 1 else None,
+        **sizes,
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from gatewright.planner.ask import (
     DEFAULT_RANK,
@@ -17,6 +17,7 @@ from gatewright.planner.catalogue import gpus as all_gpus
 from gatewright.planner.job import Adapter, Job, Method
 from gatewright.planner.search import Found, Question, fewest_gpus, search
 from gatewright.planner.weights import StoredWeights
+from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import GB, Gpu
 from gatewright.spec.plan import Candidate, Plan
 from gatewright.spec.shape import ModelShape
@@ -38,6 +39,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         gpus = fewest or MOST_GPUS
     else:
         found = search(question, gpus=gpus)
+        refuse_fixed(question, found)
         open_question = replace(question, layout=None)
         fewest = None if found.fitting and gpus == 1 else fewest_gpus(open_question, most=max(gpus, 64))[0]
     return Plan(
@@ -55,6 +57,14 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         fewest_gpus=1 if found.fitting and gpus == 1 else fewest,
         notes=notes(question, gpus=gpus),
     )
+
+
+def refuse_fixed(question: Question, found: Found) -> None:
+    """A layout that was written down and breaks a rule is a mistake, not a plan."""
+    if question.layout is not None and found.illegal:
+        item = found.illegal[0]
+        reasons = "; ".join(f"{refusal.reason} [{refusal.rule}]" for refusal in item.refusals)
+        raise UserError(f"{item.layout} cannot run: {reasons}.")
 
 
 def trainable(job: Job) -> int:
@@ -104,15 +114,16 @@ def stored_text(weights: StoredWeights, *, exact: bool, loaded: str) -> str:
     return f"{weights.tensors:,} tensors in {weights.files} files of {weights.path}: {types}; {used}"
 
 
-def compare(question: Question, *, gpus: int | None, methods: Sequence[Method]) -> list[Plan]:
+def compare(question: Question, *, gpus: int | None, methods: Sequence[str]) -> list[Plan]:
     """The same question for several methods; its own keeps its storage, LoRA and QLoRA share an adapter."""
     return [answer(replace(question, job=with_method(question.job, method)), gpus=gpus) for method in methods]
 
 
-def with_method(job: Job, method: Method) -> Job:
+def with_method(job: Job, name: str) -> Job:
+    known_choice("method", name, get_args(Method))
+    method = cast(Method, name)
     if method == job.method:
         return job
-    known_choice("method", method, get_args(Method))
     dense, experts = storages(job.shape, method=method, name=None)
     adapter = job.adapter or Adapter(rank=DEFAULT_RANK, roles=roles_of(job.shape, DEFAULT_TARGETS))
     return replace(

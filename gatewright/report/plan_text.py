@@ -14,9 +14,23 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("█", "weights", ("frozen weights", "trained weights", "reference model", "whole checkpoint")),
     ("▓", "adapters, optimizer", ("adapters", "optimizer state", "optimizer temporaries")),
     ("▒", "gradients", ("gradients", "gradient buffer", "gradient of the head", "gradients in flight")),
+    (
+        "▚",
+        "buffers",
+        (
+            "gathered weights",
+            "gathered adapters",
+            "dequantised weights",
+            "experts of the block",
+            "communication buckets",
+        ),
+    ),
     ("░", "activations, loss", ()),
 )
 """Signs of the stacked bar; the last takes every part the others do not name."""
+
+
+LEGEND = " ".join(f"{sign} {name}" for sign, name, _ in GROUPS)
 
 
 def render_plan(plan: Plan, *, explain: bool = False) -> str:
@@ -79,8 +93,7 @@ def memory_lines(plan: Plan, memory: MemoryEstimate) -> list[str]:
     """A stacked bar a phase on one scale, the largest parts of the peak, and the three metrics."""
     fullest = max(phase.bytes for phase in memory.phases)
     scale = max(fullest, plan.gpu_memory_bytes)
-    legend = "  ".join(f"{sign} {name}" for sign, name, _ in GROUPS)
-    lines = [f"per rank, allocated GiB; {legend}"]
+    lines = [f"per rank, GiB: {LEGEND}"]
     for phase in memory.phases:
         mark = " peak" if phase is memory.peak else ""
         lines.append(f"  {phase.name:9s}{gib(phase.bytes):>8s}  {bar(phase, scale)}{mark}")
@@ -95,12 +108,16 @@ def memory_lines(plan: Plan, memory: MemoryEstimate) -> list[str]:
 
 def bar(phase: Phase, scale: int) -> str:
     """One character a share of `scale`; rounding never lets the bar grow past it."""
-    sizes = [sum(part.bytes for part in phase.parts if group_of(part.name) == index) for index in range(len(GROUPS))]
     drawn, total = "", 0
-    for (sign, _, _), size in zip(GROUPS, sizes, strict=True):
+    for (sign, _, _), size in zip(GROUPS, group_sizes(phase), strict=True):
         total += size
         drawn += sign * (round(total / scale * BAR) - len(drawn))
     return drawn + "·" * (BAR - len(drawn))
+
+
+def group_sizes(phase: Phase) -> list[int]:
+    """Bytes of each of GROUPS."""
+    return [sum(part.bytes for part in phase.parts if group_of(part.name) == index) for index in range(len(GROUPS))]
 
 
 def group_of(name: str) -> int:
@@ -120,8 +137,7 @@ def time_lines(time: TimeEstimate, cost: CostEstimate | None) -> list[str]:
             subsequent_indent="  ",
         ),
     ]
-    if cost is not None:
-        lines.append(cost_line(cost))
+    lines.append("cost      give --hours or --steps" if cost is None else cost_line(cost))
     return lines
 
 
@@ -131,7 +147,8 @@ def cost_line(cost: CostEstimate) -> str:
         return f"cost      {cost.gpu_hours:,.0f} GPU-hours; {cost.price_source}"
     dated = f", {cost.price_date}" if cost.price_date else ""
     text = (
-        f"cost      {cost.usd:,.0f} $ for {cost.hours:.1f} h × {cost.gpus} GPUs × {cost.usd_per_gpu_hour:.2f} $ "
+        f"cost      {cost.usd:,.0f} $ for {cost.hours:.1f} h × {cost.gpus} GPU{'s' * (cost.gpus > 1)} × "
+        f"{cost.usd_per_gpu_hour:.2f} $ "
         f"({cost.price_source}{dated})"
     )
     return text if len(text) <= WIDTH else text[: WIDTH - 2] + "…)"
@@ -176,14 +193,67 @@ def wrapped(title: str, sentences: Sequence[str]) -> list[str]:
 
 
 def render_comparison(plans: Sequence[Plan]) -> str:
-    """One line a method."""
-    lines = [headline(plan) + f"\n  {plan.method}" for plan in plans]
-    return "\n".join(lines) + "\n"
+    """The cheapest method that fits in the first line, then a row a method, then a bar a method at its peak."""
+    names = [plan.method.split(";")[0] for plan in plans]
+    wide = max(map(len, names))
+    lines = [comparison_headline(plans), "", f"{'':{min(wide, 42)}s}{COMPARED}"]
+    for name, plan in zip(names, plans, strict=True):
+        lines.append(f"{shortened(name, 42):{min(wide, 42)}s}{comparison_row(plan)}")
+    memories = [item.memory for plan in plans if (item := shown_candidate(plan)) and item.memory]
+    if memories:
+        scale = max(max(memory.peak.bytes for memory in memories), plans[0].gpu_memory_bytes)
+        lines += ["", f"at the peak: {LEGEND}"]
+        for name, plan in zip(names, plans, strict=True):
+            item = shown_candidate(plan)
+            if item and item.memory:
+                lines.append(f"  {shortened(name, 42):{min(wide, 42)}s}  {bar(item.memory.peak, scale)}")
+    lines += wrapped("layouts", [f"{name}: {layout_text(plan)}" for name, plan in zip(names, plans, strict=True)])
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+COMPARED = f"{'trains':>10s}{'GiB':>8s}{'head-room':>11s}{'fewest':>8s}{'a step':>10s}{'cost':>10s}"
+
+
+def comparison_headline(plans: Sequence[Plan]) -> str:
+    """`fits: lora, qlora; not full, on 8 × h200`."""
+    fitting = [plan.method.split(" ")[0].lower() for plan in plans if plan.fits]
+    failing = [plan.method.split(" ")[0].lower() for plan in plans if not plan.fits]
+    where = ", ".join(dict.fromkeys(f"{plan.gpus} × {plan.gpu}" for plan in plans))
+    if not fitting:
+        return f"does not fit: {', '.join(failing)} on {where}"
+    return f"fits: {', '.join(fitting)}{'; not ' + ', '.join(failing) if failing else ''}, on {where}"
+
+
+def comparison_row(plan: Plan) -> str:
+    item = shown_candidate(plan)
+    memory = item.memory if item else None
+    used = gib(memory.device.bytes) if memory else "-"
+    room = gib(plan.gpu_memory_bytes - memory.device.bytes) if memory and plan.fits else "too large"
+    step = seconds(item.time.step_s) if item and item.time else "-"
+    usd = item.cost.usd if item and item.cost else None
+    return (
+        f"{count(plan.trainable_parameters):>10s}{used:>8s}{room:>11s}{plan.fewest_gpus or '-':>8}{step:>10s}"
+        f"{'-' if usd is None else f'{usd:,.0f} $':>10s}"
+    )
+
+
+def shown_candidate(plan: Plan) -> Candidate | None:
+    """The chosen layout, or the one that comes nearest to fitting."""
+    return plan.chosen or next((item for item in plan.rejected if item.memory is not None), None)
+
+
+def layout_text(plan: Plan) -> str:
+    item = shown_candidate(plan)
+    return item.layout if item else "no legal layout"
+
+
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def render_fewest(fewest: Sequence[tuple[Gpu, int | None]]) -> str:
-    """A line a GPU: the fewest that fit, their memory together, and the dollars an hour where a price is known."""
-    lines = []
+    """How many kinds fit; then a line a GPU: the fewest, their memory together, dollars an hour where one is known."""
+    lines = [*fewest_lines(fewest), ""]
     for gpu, gpus in fewest:
         if gpus is None:
             lines.append(f"{gpu.name:16s}   none of the sizes tried fits")
@@ -192,6 +262,27 @@ def render_fewest(fewest: Sequence[tuple[Gpu, int | None]]) -> str:
         hourly = f"{gpus * price.usd_per_hour:9,.2f} $/h ({price.kind}, {price.date})" if price else "   no price known"
         lines.append(f"{gpu.name:16s}{gpus:5d}  {gpus * gpu.memory_gib:8,.0f} GiB{hourly}")
     return "\n".join(lines) + "\n"
+
+
+def fewest_lines(fewest: Sequence[tuple[Gpu, int | None]]) -> list[str]:
+    """`fits: on 25 of 28 kinds of GPU; 1 × l4 is the cheapest an hour, 0.80 $`."""
+    fitting = [(gpu, gpus) for gpu, gpus in fewest if gpus is not None]
+    if not fitting:
+        return [f"does not fit: none of {len(fewest)} kinds of GPU, in the numbers tried"]
+    priced = [(gpus * price.usd_per_hour, gpu, gpus) for gpu, gpus in fitting if (price := gpu.price())]
+    cheapest = min(priced, key=lambda item: item[0], default=None)
+    best = f"; {cheapest[2]} × {cheapest[1].name} costs least an hour, {cheapest[0]:,.2f} $" if cheapest else ""
+    return [f"fits: on {len(fitting)} of {len(fewest)} kinds of GPU{best}"]
+
+
+def fewest_as_json(fewest: Sequence[tuple[Gpu, int | None]]) -> list[dict[str, Any]]:
+    """A row a GPU; `gpus` is null where none of the numbers tried fits, `usd_per_hour` where no price is known."""
+    rows = []
+    for gpu, gpus in fewest:
+        price = gpu.price()
+        usd = gpus * price.usd_per_hour if price and gpus else None
+        rows.append({"gpu": gpu.name, "gpus": gpus, "memory_bytes": gpu.memory_bytes, "usd_per_hour": usd})
+    return rows
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

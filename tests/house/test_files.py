@@ -8,6 +8,8 @@ from tree import PACKAGE, ROOT, role
 
 MAX_LINES = 400
 DRAWERS = {"utils.py", "util.py", "common.py", "helpers.py", "base.py", "misc.py"}
+COMMAND_LINE = (PACKAGE / "cli.py", PACKAGE / "cli_plan.py")
+"""Where a verb imports its part of the house when it is called."""
 HOMES = ("gatewright", "examples", "benchmarks", "tests")
 
 FILES = sorted(
@@ -56,7 +58,7 @@ def test_only_the_command_line_imports_inside_functions() -> None:
     found = {
         name(file): lines
         for file in PACKAGE.rglob("*.py")
-        if file != PACKAGE / "cli.py" and (lines := imports_inside_functions(file))
+        if file not in COMMAND_LINE and (lines := imports_inside_functions(file))
     }
     assert found == {}
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from gatewright.planner.catalogue import Entry, find_gpu, find_model, gpus, gpus_table, models, models_table
+from gatewright.planner.catalogue import Entry, find_gpu, find_model, gpus, models
+from gatewright.planner.catalogue_tables import gpus_table, models_table
 from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import GIB, Cluster, Gpu, Node
 
