@@ -137,8 +137,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     )
     print(
         f"{'':<28} OOM cause: {result['oom_cause_right']} of {result['oom_cases']} "
-        f"({result['oom_cause_right'] / causes:.1%}); fragmentation {result['fragmentation_found']} of {result['fragmented']}, "
-        f"{result['fragmentation_false_alarms']} false alarms"
+        f"({result['oom_cause_right'] / causes:.1%}); fragmentation {result['fragmentation_found']} of "
+        f"{result['fragmented']}, {result['fragmentation_false_alarms']} false alarms"
     )
 
 

@@ -8,13 +8,15 @@ from typing import Any, BinaryIO, Literal
 
 from gatewright.doctor.cause import Cause, Log, Role, Seen, Sighting, finding
 from gatewright.doctor.health import Progress, health, progress
-from gatewright.doctor.scan import Life, Scan, scan_log
+from gatewright.doctor.scan import STEPS_AFTER, Life, Scan, scan_log
 from gatewright.doctor.source import LogError, chunks, find_logs, open_log
 from gatewright.doctor.table import BY_CODE, UNRECOGNISED
 from gatewright.spec.finding import Confidence, Finding, Place
 from gatewright.spec.run import Run
 
 Verdict = Literal["failed", "unknown", "healthy", "finished"]
+_LASTING = {"loss_nan", "loss_zero_grad"}
+"""Kinds that spoil the run though it goes on."""
 MAX_CONSEQUENCES = 8
 MAX_EARLIEST = 6
 _LOWER: dict[Confidence, Confidence] = {"certain": "likely", "likely": "possible", "possible": "possible"}
@@ -117,11 +119,13 @@ def _judge_life(lives: Sequence[Life], zero: Sequence[Finding], tool: str, setti
     )
     found = [(cause, one) for cause, seen in _merged(lives) if (one := finding(cause, seen, log)) is not None]
     unread = sorted((one for life in lives for one in life.exceptions), key=_order_of(lives))
+    found, survived = _apart(found, lives)
+    unread = [one for one in unread if not _went_on(one.place, lives)]
     by_role = {role: [one for cause, one in found if _role(cause, one) is role] for role in Role}
     roots = _in_order([*by_role[Role.ROOT], *(one for one in zero if one.confidence != "possible")], lives)
     generic = _in_order(by_role[Role.GENERIC], lives)
     cascades = _in_order(by_role[Role.CASCADE], lives)
-    hints = _in_order(by_role[Role.HINT], lives)
+    hints = _in_order([*by_role[Role.HINT], *_as_warnings(survived)], lives)
     unknown = _unknown(unread, log)
     if _ended_well(lives, [*roots, *generic, *cascades]):
         return Diagnosis(verdict="finished", root=None, contributing=tuple(_as_warnings([*roots, *hints])))
@@ -158,6 +162,26 @@ def _follows(one: Finding, root: Finding) -> bool:
     """Whether a report that something died is about the death that the root explains."""
     cause = BY_CODE[one.code]
     return cause.role is Role.GENERIC and one.code != UNRECOGNISED.code and one.places[0].line >= root.places[0].line
+
+
+def _apart(
+    found: Sequence[tuple[Cause, Finding]], lives: Sequence[Life]
+) -> tuple[list[tuple[Cause, Finding]], list[Finding]]:
+    """Findings that can have ended the run, and those after which it went on."""
+    survived = [
+        one
+        for cause, one in found
+        if cause.role is not Role.HINT
+        and one.kind not in _LASTING
+        and all(_went_on(place, lives) for place in one.places)
+    ]
+    return [(cause, one) for cause, one in found if one not in survived], survived
+
+
+def _went_on(place: Place, lives: Sequence[Life]) -> bool:
+    """Whether several steps were done after the line."""
+    recent = next((life.recent_steps for life in lives if life.file == place.file), [])
+    return len(recent) == STEPS_AFTER and place.line < recent[0]
 
 
 def _without_failure(lives: Sequence[Life], hints: Sequence[Finding]) -> Diagnosis:
@@ -233,7 +257,7 @@ def _ended_well(lives: Sequence[Life], failures: Sequence[Finding]) -> bool:
     if not end:
         return False
     return all(place.line < end.get(place.file, 2**63) for one in failures for place in one.places) and not any(
-        one.kind in {"loss_nan", "loss_zero_grad"} for one in failures
+        one.kind in _LASTING for one in failures
     )
 
 

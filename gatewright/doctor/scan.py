@@ -85,6 +85,8 @@ _NODES = tuple(
     )
 )
 _RANK_OF_FILE = re.compile(r"rank_?(\d{1,5})|/(\d{1,5})/std(?:err|out)\.log$")
+STEPS_AFTER = 3
+"""So many steps after an error say that the run went on; one or two may have been under way."""
 MAX_SUSPICIOUS = 64
 MAX_EXCEPTIONS = 64
 SHOWN = 200
@@ -103,6 +105,8 @@ class Life:
     """Last lines of tracebacks; those that a known failure explains are taken out at the end."""
     suspicious: list[Place] = field(default_factory=list)
     steps: int = 0
+    recent_steps: list[int] = field(default_factory=list)
+    """Lines of the last steps, the earliest of them first."""
     ended_well_line: int = 0
     last_line: int = 0
 
@@ -158,7 +162,9 @@ class Scanner:
             if self._metrics.intersection(line.matches) and (point := read_point(line.raw, line.number)):
                 self.scan.series.add(point)
                 life = self._life()
-                life.steps += not point.bar
+                if not point.bar:
+                    life.steps += 1
+                    life.recent_steps = [*life.recent_steps[1 - STEPS_AFTER :], line.number]
                 life.last_line = line.number
             if line.first_visits:
                 self._look(line)

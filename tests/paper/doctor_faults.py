@@ -41,6 +41,7 @@ PLANTED: dict[str, str] = {
     "GW543": (
         "RuntimeError: The server socket has failed to listen on any local network address. port: 29500, EADDRINUSE"
     ),
+    "GW544": "WARNING: could not find the metadata file out/latest_checkpointed_iteration.txt, will start from random",
     "GW545": "Memory access fault by GPU node-4 (Agent handle: 0x55) on address 0x7f0. Reason: Unknown.",
     "GW546": (
         "Queue error: HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016"

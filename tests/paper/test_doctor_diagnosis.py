@@ -144,6 +144,15 @@ def test_a_run_that_finished_after_an_error_finished() -> None:
     assert [(one.code, one.severity) for one in found.contributing] == [("GW592", "warning")]
 
 
+def test_an_error_that_the_run_went_on_after_is_a_warning() -> None:
+    step = "{'loss': 1.0, 'grad_norm': 0.5, 'learning_rate': 1e-5}\n"
+    found = doctor(f"{PLANTED['GW592']}\n{TRACE}KeyError: 'x'\n{step * 3}")
+    assert (found.verdict, found.root) == ("healthy", None)
+    assert [(one.code, one.severity) for one in found.contributing] == [("GW592", "warning")]
+    still = doctor(f"{step * 9}{PLANTED['GW592']}\n{step}")
+    assert still.root is not None and still.root.kind == "hub_offline"
+
+
 def test_several_files_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text(f"{TIMEOUT}\n")
     (tmp_path / "rank_1.log").write_text(f"fine\n{PLANTED['GW545']}\n")

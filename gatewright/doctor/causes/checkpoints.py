@@ -1,6 +1,6 @@
 """Checkpoints and resuming: nothing to resume from, state that does not belong, files that are cut off."""
 
-from gatewright.doctor.cause import Cause, sign
+from gatewright.doctor.cause import Cause, Role, sign
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -11,33 +11,58 @@ CAUSES: tuple[Cause, ...] = (
         confidence="certain",
         signs=(
             sign(
+                "Can't find a valid checkpoint",
                 "No valid checkpoint found",
                 "no valid checkpoint",
-                "No checkpoint found",
-                "no checkpoint found",
-                "No checkpoints found",
+                "No valid checkpoint",
             ),
             sign(
-                "checkpoint",
-                "Checkpoint",
+                "Error",
+                "rror:",
                 pattern=(
-                    r"[Cc]ould not find (?:a |any |the )?(?:valid |latest )?checkpoints?\b|no (?:complete|usable|"
-                    r"resumable) checkpoints?|[Cc]heckpoint (?:directory|folder|dir) .*(?:is empty|has no checkpoint)|"
-                    r"will start from random|starting from (?:random|scratch)"
+                    r"(?:Error|[Ee]rror:).{0,80}\b[Nn]o (?:such |complete |usable "
+                    r")?checkpoints?\b"
                 ),
             ),
-            sign(
-                "could not find the metadata file",
-                "Unable to find latest file",
-                pattern=r"could not find the metadata file|Unable to find latest file",
-            ),
         ),
-        text="There is no checkpoint to resume from: the run starts at step 0, or stops.",
+        text="There is no checkpoint to resume from.",
         why="The output folder has the job's id in its name, no save happened within one job, or what was "
         "saved is not a whole "
         "state (adapter or projector only).",
         fix=("Name the folder by the run, not by the job; save several times a job; keep optimizer state.",),
         outranks=4,
+    ),
+    Cause(
+        code="GW544",
+        name="starts-from-scratch",
+        kind="resume_no_checkpoint",
+        title="The run starts at step 0",
+        role=Role.HINT,
+        severity="warning",
+        confidence="possible",
+        signs=(
+            sign(
+                "checkpoint",
+                "Checkpoint",
+                pattern=(
+                    r"(?:[Cc]ould not|[Ff]ailed to|[Cc]annot|[Uu]nable to) find (?:a |any |"
+                    r"the )?(?:valid |latest |previous )?checkpoints?\b"
+                    r"|\b[Nn]o (?:complete |usable |resumable |previous |existing |saved |"
+                    r"latest )?checkpoints? (?:was |were )?(?:found|exists?|available|in|at|"
+                    r"to)\b"
+                    r"|[Cc]heckpoint (?:directory|folder|dir) .*(?:is empty|has no checkpoint)"
+                    r"|start(?:s|ing)? (?:training )?from (?:random|scratch)|resum\w+ (?:from|"
+                    r"at) (?:step|iteration) 0\b"
+                ),
+            ),
+            sign("could not find the metadata file", "Unable to find latest file"),
+        ),
+        text="No checkpoint was found: the run starts at step 0.",
+        why="Right for a first job. In a chain it means that the output folder has "
+        "the job's id in its name, or that no job "
+        "lived to its first save.",
+        fix=("Name the folder by the run, not by the job; save several times a job.",),
+        outranks=2,
     ),
     Cause(
         code="GW556",
@@ -74,6 +99,15 @@ CAUSES: tuple[Cause, ...] = (
         title="The optimizer's state does not belong to these parameters",
         confidence="certain",
         signs=(
+            sign("checkpoint contains only the model", pattern=r"restore optimizer state but checkpoint contains only"),
+            sign("Missing key in checkpoint state_dict", pattern=r"Missing key in checkpoint state_dict: \S*optim"),
+            sign(
+                "KeyError",
+                pattern=(
+                    r"KeyError: '(?:optimizer|optimizer_state_dict|optimizer_states|"
+                    r"lr_scheduler|exp_avg\w*)'"
+                ),
+            ),
             sign(
                 "different number of parameter groups",
                 "parameter group that doesn't match",
@@ -249,7 +283,11 @@ CAUSES: tuple[Cause, ...] = (
         signs=(
             sign("size mismatch for", pattern=r"size mismatch for (?P<tensor>[\w.]+)"),
             sign("Error(s) in loading state_dict", pattern=r"Error\(s\) in loading state_dict for (?P<model>\w+)"),
-            sign("Missing key(s) in state_dict", "Unexpected key(s) in state_dict"),
+            sign(
+                "Missing key(s) in state_dict",
+                "Unexpected key(s) in state_dict",
+                "Missing key in checkpoint state_dict",
+            ),
         ),
         text="Saved weights do not fit the model: another shape, name or architecture.",
         why=(

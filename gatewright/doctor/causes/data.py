@@ -198,6 +198,7 @@ CAUSES: tuple[Cause, ...] = (
                 ),
             ),
             sign("opt_num_mtp_layers", "nextn", pattern=r"opt_num_mtp_layers|nextn.*(?:missing|error)"),
+            sign("Not a lora_A or lora_B tensor"),
             sign("Quant method is not yet supported", pattern=r"Quant method is not yet supported: '(?P<method>\w+)'"),
         ),
         text="The converter to GGUF does not know a tensor, the tokenizer, or the architecture of this model.",

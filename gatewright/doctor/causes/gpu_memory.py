@@ -236,6 +236,11 @@ CAUSES: tuple[Cause, ...] = (
                 pattern=r"Unrecognized (?:\w*CachingAllocator|allocator) option",
             ),
             sign("Expected a single True/False argument", "ConfigTokenizer"),
+            sign(
+                "ALLOC_CONF=",
+                "expandable_segments=",
+                pattern=r"ALLOC_CONF=[\"']?\w+=|expandable_segments=(?:True|true)",
+            ),
             sign("Unrecognized key", pattern=r"Unrecognized key '[^']*' in .*(?:AllocatorConfig|allocator)"),
             sign(
                 "ALLOC_CONF",

@@ -1,7 +1,10 @@
 """Host memory: killed from outside, by the kernel or by SLURM, or refused by the system."""
 
+import re
+from dataclasses import replace
+
 from gatewright.doctor.cause import Cause, Log, Role, Seen, plain_finding, sbatch, sign
-from gatewright.spec.finding import Finding
+from gatewright.spec.finding import Confidence, Finding
 
 _WHY = (
     "The processes of the job used more host memory than its cgroup or the node has. Usual takers: "
@@ -14,24 +17,35 @@ _FIX = (
 )
 
 
+_MERGING = re.compile(r"merge_and_unload|save_pretrained_merged|merge_lora|merge_adapter|[Mm]erging")
+
+
 def killed_process(cause: Cause, seen: Seen, log: Log) -> Finding | None:
     """A kill by signal 9: host memory is the usual reason, unless the log names another one."""
     if log.kinds & {"time_limit", "preempted", "node_fail", "requeued"}:
         return None
     context = "\n".join((*seen.first.before[-30:], seen.first.line))
-    merging = any(
-        word in context for word in ("merge_and_unload", "Merging", "merging", "merge_lora", "save_pretrained_merged")
-    )
     loading = "checkpoint shards" in context or "Loading weights" in context or "from_pretrained" in context
-    when = " while the model was loaded" if loading else " while an adapter was merged" if merging else ""
-    found = plain_finding(
-        cause,
-        seen,
-        log,
-        text=f"A process was killed by signal 9{when} and left no traceback: most likely out of host memory.",
-        confidence="likely" if loading or merging else cause.confidence,
+    merging = _MERGING.search(context) is not None
+    when = " while an adapter was merged" if merging else " while the model was loaded" if loading else ""
+    text = f"A process was killed by signal 9{when} and left no traceback: most likely out of host memory."
+    confidence: Confidence = "likely" if loading or merging else cause.confidence
+    return _of_merge(plain_finding(cause, seen, log, text=text, confidence=confidence), merging)
+
+
+def refused(cause: Cause, seen: Seen, log: Log) -> Finding | None:
+    """An allocation that failed; a merge is told apart, since it has another remedy."""
+    first = seen.first
+    return _of_merge(
+        plain_finding(cause, seen, log), _MERGING.search("\n".join((*first.before, first.line))) is not None
     )
-    return found
+
+
+def _of_merge(found: Finding, merging: bool) -> Finding:
+    if not merging:
+        return found
+    fix = ("Merge shard by shard, or where host memory holds one copy of the weights in 16 bit.", *found.fix)
+    return replace(found, kind="host_oom_merge", fix=fix)
 
 
 CAUSES: tuple[Cause, ...] = (
@@ -46,7 +60,7 @@ CAUSES: tuple[Cause, ...] = (
             sign(
                 "Exceeded step memory limit",
                 "have been OOM Killed",
-                "OUT_OF_MEMORY",
+                "OUT_OF_ME",
                 "Exceeded job memory limit",
                 "exceeded memory limit",
             ),
@@ -71,7 +85,7 @@ CAUSES: tuple[Cause, ...] = (
                 "Killed process",
                 pattern=r"Out of memory: Killed process (?P<pid>\d+)|oom-kill:|Memory cgroup out of memory",
             ),
-            sign("invoked oom-killer", "Memory cgroup out of memory", "oom_reaper"),
+            sign("oom-kill:", "invoked oom-killer", "Memory cgroup out of memory", "oom_reaper"),
             sign("cgroup out-of-memory handler", "memory pressure (OOM)", "node running low on memory"),
             sign("systemd-oomd", "earlyoom", "paging file is too small"),
             sign("OOMKilled", "OOM killer", "OOM Killer", "oom-killer", "oom killer"),
@@ -113,14 +127,18 @@ CAUSES: tuple[Cause, ...] = (
                 "Exit code",
                 "Exit Code",
                 "ExitCode",
-                pattern=r"return(?:ed)? code:? (?:-9|137)\b|[Ee]xit (?:[Ss]tatus|[Cc]ode):? ?137\b|ExitCode[=:]0:9\b",
+                pattern=(
+                    r"return(?:ed)? code:? ?=? ?(?:-9|137)\b|[Ee]xit (?:[Ss]tatus|[Cc]ode):? "
+                    r"?137\b|ExitCode[=:]0:9\b"
+                ),
             ),
             sign(
                 "killed:",
                 "Killed:",
                 "signal",
                 pattern=(
-                    r"[Kk]illed: 9\b|(?:exited|terminated|died|ended) (?:with|by|on) signal:? "
+                    r"[Kk]illed: 9\b|zsh: killed|^\[\d+\]\s+(?:[+-]\s+)?\d+ killed|(?:exited|"
+                    r"terminated|died|ended) (?:with|by|on) signal:? "
                     r"?(?:9\b|SIGKILL|KILL)"
                 ),
             ),
@@ -170,6 +188,7 @@ CAUSES: tuple[Cause, ...] = (
         text="The system refused host memory to the process.",
         why=_WHY,
         fix=_FIX,
+        judge=refused,
         outranks=4,
     ),
     Cause(

@@ -283,6 +283,7 @@ CAUSES: tuple[Cause, ...] = (
                 "closing signal",
                 pattern=r"[Cc]losing (?:process|signal) .*|SIGTERM closing signal|closing signal SIG(?:TERM|INT)",
             ),
+            sign("Killing subprocess", "sigkill_handler"),
             sign("death signal", "SignalException", "Received Signals.SIGTERM", "Terminating StepId"),
             sign("Terminated", pattern=r"(?:^|: )Terminated\s*$"),
             sign("KeyboardInterrupt"),

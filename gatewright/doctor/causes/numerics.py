@@ -1,5 +1,7 @@
 """Numbers that stopped being numbers, or stopped changing: NaN, loss scale, loss or gradient exactly zero."""
 
+import re
+
 from gatewright.doctor.cause import Cause, Log, Role, Seen, plain_finding, run_key, sign
 from gatewright.doctor.knobs import knobs
 from gatewright.spec.finding import Finding
@@ -8,11 +10,20 @@ _NAN = r"(?i:nan|inf)\b"
 
 
 def not_a_number(cause: Cause, seen: Seen, log: Log) -> Finding | None:
-    """NaN, with the setting that is tried first."""
+    """NaN, with the setting that is tried first; a gradient alone may be one skipped step."""
+    if all(_only_gradient(sighting.line) for sighting in seen.sightings):
+        text = "The gradient norm is not a number in some steps while the loss still is: skipped steps, or damage done."
+        return plain_finding(cause, seen, log, text=text, changes=knobs(log.tool, "lower_lr"))
     if "flash_attn" in log.kinds:
         fix = ("The log also shows a problem of the attention kernel: run once with sdpa or eager.", *cause.fix)
         return plain_finding(cause, seen, log, fix=fix, changes=knobs(log.tool, "lower_lr"))
     return plain_finding(cause, seen, log, changes=knobs(log.tool, "lower_lr"))
+
+
+def _only_gradient(line: str) -> bool:
+    """Whether a step line has a finite loss, not zero, beside a gradient norm that is not a number."""
+    loss = re.search(r"'loss': '?([\d.e+-]+)", line)
+    return loss is not None and loss[1].strip("0.") != "" and "nan" in line
 
 
 CAUSES: tuple[Cause, ...] = (
@@ -29,7 +40,8 @@ CAUSES: tuple[Cause, ...] = (
                 "Infinity",
                 pattern=(
                     (
-                        r"['\"]?(?P<what>[\w/ ]*(?:loss|grad[_ ]?norm|logits|perplexity|rewards?[\w/]*))['\"]?\s*[:=|"
+                        r"['\"]?(?P<what>[\w/ ]*(?:[Ll]oss|LOSS|grad[_ ]?norm|logits|perplexity|"
+                        r"rewards?[\w/]*))['\"]?\s*[:=|"
                         r"]\s*['\"]?-?"
                     )
                     + _NAN

@@ -85,7 +85,15 @@ CAUSES: tuple[Cause, ...] = (
         signs=(
             sign("No space left on device", "StorageFull", "ENOSPC"),
             sign("os error", "code:", "[Errno", pattern=r"os error 28|code: 28\b|\[Errno 28\]"),
-            sign("disk is full", "Disk full", "disk full", "Not enough disk space", "not enough free disk space"),
+            sign(
+                "disk is full",
+                "Disk full",
+                "disk full",
+                "Not enough disk space",
+                "not enough free disk space",
+                "Not enough free disk space",
+                "not enough disk space",
+            ),
             sign(
                 "PytorchStreamWriter",
                 "inline_container",
