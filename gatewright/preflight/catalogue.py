@@ -13,6 +13,7 @@ from gatewright.preflight.rules import (
     router,
     slurm,
     stages,
+    weights,
 )
 
 FAMILIES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
@@ -27,6 +28,7 @@ FAMILIES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("slurm", slurm.RULES),
     ("environment", environment.RULES),
     ("stages", stages.RULES),
+    ("weights", weights.RULES),
 )
 RULES: tuple[Rule, ...] = tuple(rule for _, rules in FAMILIES for rule in rules)
 FAMILY = {rule.code: family for family, rules in FAMILIES for rule in rules}

@@ -81,11 +81,9 @@ def check(
     kept = [(rule, fault) for rule, fault in judged if not is_ignored(rule, fault, ignores)]
     kept.sort(key=lambda pair: _order(*pair))
     return Verdict(
-        files=tuple(
-            dict.fromkeys([*(source.name for source in found.sources), *(name for name, _ in found.unreadable)])
-        ),
+        files=tuple(dict.fromkeys([*found.names, *(name for name, _ in found.unreadable)])),
         tools=tuple(sorted(job.tools)),
-        findings=tuple(finding(rule, fault, found.sources) for rule, fault in kept),
+        findings=tuple(finding(rule, fault, found) for rule, fault in kept),
         repairs=tuple(Repair(rule.code, fault.edit, rule.safe) for rule, fault in kept if fault.edit is not None),
         unread=tuple(found.unread),
         unjudged=(job.unjudged,) if job.unjudged else (),
@@ -175,10 +173,10 @@ def _order(rule: Rule, fault: Fault) -> tuple[int, str, int, str]:
     return SEVERITIES.index(rule.severity), *where, rule.code
 
 
-def finding(rule: Rule, fault: Fault, sources: Sequence[Source]) -> Finding:
+def finding(rule: Rule, fault: Fault, found: Gathered) -> Finding:
     """The noun that reports and the doctor share."""
-    lines = {source.name: source.lines for source in sources}
-    places = dict.fromkeys(said.place for said in fault.at if said.file and said.file in lines)
+    lines = {source.name: source.lines for source in found.sources}
+    places = dict.fromkeys(said.place for said in fault.at if said.file.startswith(found.names) and said.file)
     numbers: dict[str, Number] = {
         said.key: said.value
         for said in fault.at
@@ -199,6 +197,6 @@ def finding(rule: Rule, fault: Fault, sources: Sequence[Source]) -> Finding:
 
 
 def with_text(place: Place, lines: dict[str, list[str]]) -> Place:
-    held = lines[place.file]
+    held = lines.get(place.file, [])
     text = hide(held[place.line - 1].strip()[:120]) if 0 < place.line <= len(held) else ""
     return Place(file=place.file, line=place.line, text=text)

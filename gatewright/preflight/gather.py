@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gatewright.planner.catalogue import find_gpu, find_shape
+from gatewright.preflight.folder import Folder, is_weights_folder, read_folder
 from gatewright.preflight.job import Job, Written
 from gatewright.preflight.readers.axolotl import read_axolotl
 from gatewright.preflight.readers.engines import FSDP_NAMES, read_accelerate, read_deepspeed, read_fsdp
@@ -61,11 +62,17 @@ class Gathered:
     """(file, what is wrong with it)."""
     twice: list[Unread] = field(default_factory=list)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Files and folders that were read."""
+        return (*(source.name for source in self.sources), *(folder.name for folder in self.job.folders))
+
 
 def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
     """Read the files and those they name. Raises nothing for what is in a file; that is part of the answer."""
     found = Gathered(job=Job())
     readings: list[Reading] = []
+    folders: list[Folder] = []
     waiting: list[tuple[Path, str, Written[str] | None]] = [(path, str(path), None) for path in paths]
     seen: set[Path] = set()
     while waiting and len(seen) < MAX_FILES:
@@ -81,8 +88,14 @@ def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
             found.unreadable.append((name[:200], f"{name[:200]!r} names no file: {error}"))
             continue
         try:
+            if is_weights_folder(path):
+                folders.append(read_folder(path, name))
+                continue
             source = read_source(path, name)
             new = read_any(source)
+        except OSError as error:
+            found.unreadable.append((name, f"{name}: cannot be read: {error.strerror}"))
+            continue
         except UnreadableFile as error:
             found.unreadable.append((name, str(error)))
             continue
@@ -92,8 +105,19 @@ def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
             found.unread += reading.unread
             found.twice += reading.written_twice
             waiting += [(*_beside(source, said), said) for said in reading.names]
-    found.job = together(readings, given)
+    found.job = with_folders(together(readings, given), folders)
     return found
+
+
+def with_folders(job: Job, folders: list[Folder]) -> Job:
+    """The base of an adapter, or the model given as a folder, is the model where no file names one."""
+    if job.model.value is None:
+        for folder in folders:
+            said = folder.adapter.get("base_model_name_or_path") if folder.is_adapter else str(folder.path)
+            if isinstance(said, str) and (folder.is_adapter or folder.is_model):
+                job = replace(job, model=Written(said, "folder", folder.name, default=True))
+                break
+    return replace(job, folders=tuple(folders), shape=job.shape or _shape(job.model))
 
 
 def _beside(source: Source, said: Written[str]) -> tuple[Path, str]:

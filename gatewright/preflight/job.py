@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from gatewright.preflight.folder import Folder
 from gatewright.spec.finding import Place
 from gatewright.spec.hardware import Gpu
 from gatewright.spec.plan import MemoryEstimate, Refusal
@@ -231,6 +232,8 @@ class Job:
     """Keys that hold a credential; the value is replaced by `…`."""
     disagreements: tuple[tuple[Written[object], ...], ...] = ()
     """Values that two files give differently."""
+    folders: tuple[Folder, ...] = ()
+    """Checkpoints, adapters and models given as folders."""
     shape: ModelShape | None = None
     teacher_shape: ModelShape | None = None
     gpu: Gpu | None = None
