@@ -15,13 +15,15 @@ SHORTEST_TOKENS = 8
 
 
 def long_tailed_lengths(documents: int, *, seed: int) -> list[int]:
-    """Lengths in tokens, shuffled: the (i + ½)/n quantiles of a lognormal of this median and p99, clipped at p99.
+    """Lengths in tokens, shuffled: evenly spaced quantiles of a lognormal of this median and p99, the last being the p99.
 
-    Quantiles instead of random draws, so that a few dozen documents have the distribution's shape and no luck in them.
+    Quantiles instead of random draws, so that a few dozen documents have the distribution's shape and no luck in them;
+    with the p99 among them, since the longest document decides what a trainer must have memory for.
     """
     normal = NormalDist()
     sigma = math.log(P99_TOKENS / MEDIAN_TOKENS) / normal.inv_cdf(0.99)
-    quantiles = [normal.inv_cdf((i + 0.5) / documents) for i in range(documents)]
+    lowest, highest = 0.5 / documents, 0.99
+    quantiles = [normal.inv_cdf(lowest + (highest - lowest) * i / (documents - 1)) for i in range(documents)]
     lengths = [round(MEDIAN_TOKENS * math.exp(sigma * z)) for z in quantiles]
     lengths = [min(max(n, SHORTEST_TOKENS), P99_TOKENS) for n in lengths]
     random.Random(seed).shuffle(lengths)

@@ -66,7 +66,7 @@ CONTESTANTS = {
         script="contestant_trl.py", settings=FAST, model_settings={"experts_implementation": "eager"}
     ),
 }
-QUICK = (OURS, DEFAULT, "TRL batch 1")
+QUICK = (OURS, DEFAULT, "TRL batch 1", "TRL grouped by length, batch 4")
 
 
 @dataclass(kw_only=True)
