@@ -32,6 +32,8 @@ class Kernel:
     name: str
     reason: str
     attend: Attend
+    equal_widths: bool = False
+    """Whether it takes values only as wide as keys."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -44,12 +46,12 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
         flash = importlib.import_module("flash_attn")
     except ImportError as absent:
         if torch.cuda.get_device_capability(device) >= (8, 0):
-            return Kernel("torch varlen_attn", f"flash-attn: {absent}", attend_torch_varlen)
+            return Kernel("torch varlen_attn", f"flash-attn: {absent}", attend_torch_varlen, equal_widths=True)
         return Kernel(
             "sdpa per document", f"flash-attn: {absent}; device too old for varlen_attn", attend_each_document
         )
     attend = through_flash(flash.flash_attn_varlen_func)
-    return Kernel(f"flash-attn {flash.__version__} varlen", "installed", attend)
+    return Kernel(f"flash-attn {flash.__version__} varlen", "installed", attend, equal_widths=True)
 
 
 def install(kernel: Kernel) -> None:
@@ -87,7 +89,10 @@ def install(kernel: Kernel) -> None:
         if softcap is not None or s_aux is not None:
             out = attend_plain(query, key, value, cu_seq_lens_q, scale, sliding_window, softcap, s_aux)
         else:
-            out = kernel.attend(query, key, value, cu_seq_lens_q, max_length_q, scale, sliding_window)
+            # In multi-head latent attention values are narrower than keys, which varlen kernels refuse: zeros fill up.
+            width = value.shape[-1]
+            value = F.pad(value, (0, query.shape[-1] - width)) if kernel.equal_widths else value
+            out = kernel.attend(query, key, value, cu_seq_lens_q, max_length_q, scale, sliding_window)[..., :width]
         return out, None
 
     AttentionInterface.register(NAME, forward)

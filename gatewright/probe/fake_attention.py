@@ -21,8 +21,8 @@ def stand_in(kernel: Stand, *, multiprocessors: int = 132) -> Kernel:
     `multiprocessors` of the GPU decides the size of flash-attn's deterministic workspace (132: H100, H200).
     """
     if kernel == "flash":
-        return Kernel("flash-attn varlen", "stand-in", through_flash(_flash_varlen(multiprocessors)))
-    return Kernel("torch varlen_attn", "stand-in", _attend_torch_varlen)
+        return Kernel("flash-attn varlen", "stand-in", through_flash(_flash_varlen(multiprocessors)), equal_widths=True)
+    return Kernel("torch varlen_attn", "stand-in", _attend_torch_varlen, equal_widths=True)
 
 
 def _flash_varlen(multiprocessors: int) -> Callable[..., Tensor]:
