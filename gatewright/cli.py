@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gatewright import __version__, cli_plan
+from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
 
@@ -99,7 +100,7 @@ def train(
     from gatewright.spec.read import read_run
 
     run = read_run(run_file, overrides or [])
-    _quiet_libraries()
+    quiet_libraries()
 
     from gatewright.train.loop import train as train_run
 
@@ -154,14 +155,6 @@ def gpus() -> None:
     from gatewright.planner.catalogue_tables import gpus_table
 
     Console().print(gpus_table())
-
-
-def _quiet_libraries() -> None:
-    """Keeps libraries from asking a hub, and from announcing kernels that a CPU does not need; before their import."""
-    import logging
-
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _run_folder(run: str) -> Path:

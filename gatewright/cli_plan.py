@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import UserError
 
@@ -236,6 +237,8 @@ def _print_fewest(question: Question, *, as_json: bool) -> None:
 
 
 def _rehearse(subject: str, given: dict[str, Any], *, overrides: list[str]) -> None:
+    quiet_libraries()
+
     from gatewright.cli_rehearse import print_rehearsal, run_in_words
 
     if _is_run_file(subject):

@@ -54,6 +54,8 @@ def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str
     tokens = given.get("tokens", DEFAULT_TOKENS)
     within_limits(tokens=tokens, rank=given.get("rank"), document_tokens=given.get("document_tokens"))
     method = given.get("method", "lora")
+    if method == "qlora":
+        raise UserError("--simulate runs the trainer's own step, which has no 4-bit weights; leave out --method qlora.")
     known_choice("method", method, ("lora", "full"))
     checkpointing = given.get("checkpointing", "full")
     known_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))

@@ -11,6 +11,7 @@ from gatewright.report.plan_text import (
     comparison_headline,
     cost_line,
     count,
+    efficiency_text,
     gib,
     group_of,
     group_sizes,
@@ -164,7 +165,7 @@ def clock(item: Candidate) -> str:
     assert item.time is not None
     bar = share_bar(item.time.terms, key="step", title=f"Where the {units.duration(item.time.step_s)} of a step go")
     assumed = (
-        f"{item.time.efficiency:.0%} of the peak bf16 rate: {item.time.efficiency_source}. "
+        f"{efficiency_text(item.time)}. "
         f"{item.time.tokens_per_step:,} tokens a step, {item.time.flops_per_step / 1e15:,.1f} PFLOP of the model's own."
     )
     cost = ""

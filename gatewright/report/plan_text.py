@@ -129,16 +129,17 @@ def time_lines(time: TimeEstimate, cost: CostEstimate | None) -> list[str]:
     lines = [
         f"step      {seconds(time.step_s)} for {time.tokens_per_step:,} tokens, {rate:,.0f} tokens/s",
         "  " + ", ".join(f"{name} {seconds(value)}" for name, value in time.terms if value >= 0.005 * time.step_s),
-        *textwrap.wrap(
-            f"assumed: {time.efficiency:.0%} of the peak bf16 rate ({time.efficiency_source}); "
-            "a measured step replaces it",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="  ",
-        ),
+        *textwrap.wrap(efficiency_text(time), WIDTH, initial_indent="  ", subsequent_indent="  "),
     ]
     lines.append("cost      give --hours or --steps" if cost is None else cost_line(cost))
     return lines
+
+
+def efficiency_text(time: TimeEstimate) -> str:
+    share = f"{time.efficiency:.2g}" if time.efficiency < 0.01 else f"{time.efficiency:.0%}"
+    if time.efficiency_source.startswith("measured"):
+        return f"{share} of the peak bf16 rate, {time.efficiency_source}"
+    return f"assumed: {share} of the peak bf16 rate ({time.efficiency_source}); --calibrate puts a measured one in"
 
 
 def cost_line(cost: CostEstimate) -> str:
