@@ -42,7 +42,8 @@ def ask_planner(job: Job) -> Job:
     setting = Setting(
         job=asked, cluster=cluster_of(job, gpu), backend=backend_of(job), micro_batches=micro_batches(job, asked)
     )
-    broken = [*refusals(setting), *advice(setting)] if _layout_known(job) else []
+    known = _layout_known(job) and unknown_sharding(job) is None
+    broken = [*refusals(setting), *advice(setting)] if known else []
     if job.gpu is None:
         broken = [refusal for refusal in broken if refusal.rule not in _NEEDS_GPU]
     job = replace(job, refusals=tuple(broken))
@@ -53,6 +54,8 @@ def ask_planner(job: Job) -> Job:
 
 
 def what_memory_needs(job: Job) -> str:
+    if (unknown := unknown_sharding(job)) is not None:
+        return unknown
     if job.gpu is None:
         return "no file names the GPU; give --gpu h200 or another of `gatewright gpus`"
     if job.world is None and (job.zero.get(0) > 0 or job.fsdp.value or job.ep.get(1) > 1):
@@ -60,6 +63,13 @@ def what_memory_needs(job: Job) -> str:
     if job.max_tokens.value is None:
         return "no file limits the length of a document"
     return ""
+
+
+def unknown_sharding(job: Job) -> str | None:
+    """A config decides how the states are divided, and it was not found."""
+    if job.backend.value == "deepspeed" and job.zero.value is None:
+        return f"{job.backend.key} names a DeepSpeed config that is not here; give it as well"
+    return None
 
 
 def _layout_known(job: Job) -> bool:
@@ -98,7 +108,7 @@ def micro_batches(job: Job, asked: planner.Job) -> int | None:
 
 
 def sharding_of(job: Job) -> planner.Sharding:
-    if job.uses("megatron", "swift-megatron"):
+    if job.uses("megatron", "swift-megatron") or job.mca.value:
         return "zero1"
     stages: dict[int, planner.Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
     if job.zero.value in stages:
@@ -110,7 +120,9 @@ def sharding_of(job: Job) -> planner.Sharding:
 
 def planner_job(job: Job) -> planner.Job:
     assert job.shape is not None
-    framework = next((FRAMEWORKS[tool] for tool in FRAMEWORKS if tool in job.tools), "hf")
+    framework = (
+        "megatron" if job.mca.value else next((FRAMEWORKS[tool] for tool in FRAMEWORKS if tool in job.tools), "hf")
+    )
     method: planner.Method = "qlora" if job.lora and job.bits.value == 4 else "lora" if job.lora else "full"
     offload: set[planner.Offload] = set()
     if job.offload_optimizer.value not in (None, "none"):

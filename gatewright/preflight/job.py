@@ -207,6 +207,8 @@ class Job:
     signal: Word = Written()
     open_mode: Word = Written()
     requeue: Flag = Written()
+    asks_gpus: Flag = Written()
+    """By an option that does not say how many a node: --gpus, --gpus-per-task."""
     array: Word = Written()
     dependency: Word = Written()
     log: Word = Written()
@@ -272,6 +274,11 @@ class Job:
         return self.gpu is not None and self.gpu.vendor == "amd"
 
     @property
+    def card(self) -> str:
+        """The GPU in a sentence."""
+        return self.gpu.title.partition(",")[0] if self.gpu else "this GPU"
+
+    @property
     def lumi(self) -> bool:
         """A GPU partition of LUMI, which no other cluster we know calls so."""
         return self.partition.get("") in ("standard-g", "small-g", "dev-g", "ju-standard-g")
@@ -279,7 +286,8 @@ class Job:
     @property
     def chained(self) -> bool:
         """More than one SLURM job is to run this script."""
-        return bool(self.requeue.value or self.array.value or self.dependency.value or self.links.get(1) > 1)
+        follows = self.dependency.get("").startswith("singleton")
+        return bool(self.requeue.value or self.array.value or follows or self.links.get(1) > 1)
 
     @property
     def world(self) -> int | None:

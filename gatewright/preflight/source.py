@@ -15,7 +15,9 @@ MAX_JSON_DEPTH = 32
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_)[A-Za-z0-9_-]{16,}")
-_SECRET_KEY = re.compile(r"((?:token|api[-_]key|secret|password)[\"']?\s*[:=]\s*)(?!\$)[^\s,]+", re.I)
+_SECRET_KEY = re.compile(
+    r"((?:(?:hub|hf|auth|access|github)_?token|api[-_]key|secret|password)[\"']?\s*[:=]\s*)(?!\$)[^\s,]+", re.I
+)
 _WORDS = {"true": True, "false": False, "null": None}
 
 

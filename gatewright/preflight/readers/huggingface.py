@@ -96,8 +96,14 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "save_strategy": "steps",
     "nan_filter": True,
 }
-TRL_DEFAULTS: dict[str, object] = {**TRAINER_DEFAULTS, "checkpointing": True, "max_tokens": 1024, "packing": False}
-"""Of TrainingArguments 5.24, SFTConfig and DPOConfig 1.16, where a rule rests on them."""
+TRL_DEFAULTS: dict[str, object] = {
+    **TRAINER_DEFAULTS,
+    "checkpointing": True,
+    "max_tokens": 1024,
+    "packing": False,
+    "lora_dropout": 0.05,
+}
+"""Of TrainingArguments 5.24, and of SFTConfig and ModelConfig 1.16, where a rule rests on them."""
 DEFAULT_KEYS = {
     "micro_batch": "per_device_train_batch_size",
     "eval_batch": "per_device_eval_batch_size",

@@ -73,6 +73,9 @@ def read_llamafactory(leaves: list[Leaf], *, file: str) -> Reading:
     if loss and loss[0].value in ("orpo", "simpo") and values.get("task", Written()).value == "dpo":
         reading.put("task", loss[0].value, loss[0])
     values.setdefault("adapter", Written("lora", "finetuning_type", file, default=True))
+    values.setdefault("lora_targets", Written(("all",), "lora_target", file, default=True))
+    if values.get("task", Written("sft")).value == "sft":
+        values.setdefault("packing", Written(False, "packing", file, default=True))
     values.setdefault("checkpointing", Written(True, "disable_gradient_checkpointing", file, default=True))
     reading = finish(reading, leaves, TRAINER_DEFAULTS)
     validation = [leaf for leaf in leaves if leaf.key in ("val_size", "eval_dataset") and leaf.value]

@@ -6,7 +6,6 @@ from gatewright.preflight.reading import Reading, Table, attention, flag, number
 from gatewright.preflight.source import Leaf
 
 TABLE: Table = {
-    "load": ("adapter_path", word),
     "save": ("output_dir", word),
     "save_interval": ("save_steps", whole),
     "no_save_optim": ("save_only_model", flag),

@@ -84,6 +84,8 @@ def _put_directive(reading: Reading, key: str, text: str, leaf: Leaf) -> None:
         if match is None:
             raise NotThat("a size such as 480G")
         reading.put("memory_bytes", int(match[1]) * _UNITS[match[2] or "M"], leaf)
+    elif key in ("gpus", "gpus-per-task", "gpus-per-socket", "tres-per-task"):
+        reading.put("asks_gpus", True, leaf)
     elif key in ("gpus-per-node", "gres"):
         _gpus(reading, text, leaf)
     elif key == "constraint":
@@ -267,6 +269,8 @@ def _program(reading: Reading, program: str, rest: list[Token]) -> list[Reading]
     leaves, file = _leaves(rest[1:]), reading.file
     if program == "axolotl.cli.train":
         return _configs(reading, rest[1:])
+    if program in ("bash", "sh"):
+        return _configs(reading, rest[1:2], endings=(".sh", ".bash"))
     if program in ("axolotl", "gatewright"):
         return _configs(reading, rest[2:])
     if program in ("llamafactory-cli", "lmf"):
@@ -307,11 +311,11 @@ def _tool_or_script(reading: Reading, program: str, rest: list[Token], leaves: l
     return []
 
 
-def _configs(reading: Reading, rest: list[Token]) -> list[Reading]:
+def _configs(reading: Reading, rest: list[Token], *, endings: tuple[str, ...] = _CONFIGS) -> list[Reading]:
     """Configs named by position."""
     for token in rest:
-        if token.text.endswith(_CONFIGS):
-            reading.names.append(Written(token.text, "config", reading.file, token.line))
+        if token.text.endswith(endings):
+            reading.names.append(Written(token.text, "command", reading.file, token.line))
     return []
 
 

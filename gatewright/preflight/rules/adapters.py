@@ -43,8 +43,10 @@ def experts_never_train(job: Job) -> Fault | None:
     """Since transformers 5 the routed experts are two fused 3-D parameters and no longer linear modules. PEFT before
     0.19 looks for modules only: names such as up_proj, or all linear layers, give the attention an adapter and the
     experts none, without a word."""
-    peft = _peft(job)
+    peft, transformers = _peft(job), job.version("transformers")
     if not (job.moe and job.lora and job.trains) or peft is None or peft >= (0, 19):
+        return None
+    if transformers is not None and transformers < (5,):  # every expert was a module of its own
         return None
     if not (_targets(job) & (_MLP | {"all"})) or job.lora_target_parameters.get(()) or job.mca.value:
         return None
@@ -147,7 +149,7 @@ def target_matches_nothing(job: Job) -> Fault | None:
     """A target that no module has is passed over where another one matches: part of what was meant to train does
     not."""
     names = _linear_names(job) | _MLP
-    if not names or not job.lora or job.uses("gatewright", "megatron", "swift-megatron"):
+    if job.shape is None or not job.lora or job.uses("gatewright", "megatron", "swift-megatron"):
         return None
     plain = [name for name in job.lora_targets.get(()) if re.fullmatch(r"[A-Za-z_][\w.]*", name)]
     known = names | _ROUTER | {"all", "all-linear", "all-embedding", "embed_tokens", "lm_head", "qkv_proj"}
@@ -155,7 +157,7 @@ def target_matches_nothing(job: Job) -> Fault | None:
     if not missing:
         return None
     return Fault(
-        f"{job.lora_targets.key} names {', '.join(missing)}, which {job.shape.name if job.shape else ''} does not have "
+        f"{job.lora_targets.key} names {', '.join(missing)}, which {job.shape.name} does not have "
         f"(it has {', '.join(sorted(names - _MLP)[:8])})",
         (job.lora_targets,),
         "take the name out, or write the one this model uses",
@@ -195,7 +197,7 @@ def quantized_experts_need_cuda(job: Job) -> Fault | None:
     if not job.quantize_experts.value or not job.amd:
         return None
     return Fault(
-        f"{job.quantize_experts} on {job.gpu.title if job.gpu else 'an AMD GPU'}: it runs on CUDA only",
+        f"{job.quantize_experts} on {job.card}: it runs on CUDA only",
         (job.quantize_experts,),
         "load in bf16 and shard the experts",
         set_to(job.quantize_experts, False),

@@ -144,7 +144,7 @@ def fp16_on_this_gpu(job: Job) -> Fault | None:
     if not job.fp16.value or not job.amd or not job.trains:
         return None
     return Fault(
-        f"{job.fp16} on {job.gpu.title if job.gpu else 'AMD'}: overflow to NaN, for no gain in speed",
+        f"{job.fp16} on {job.card}: overflow to NaN, for no gain in speed",
         (job.fp16,),
         "use bf16",
         set_to(job.fp16, False),
@@ -181,7 +181,7 @@ def fp8_without_units_here(job: Job) -> Fault | None:
     if job.fp8.value in (None, "false") or job.gpu is None or job.gpu.fp8_flops_per_s is not None:
         return None
     return Fault(
-        f"{job.fp8} on {job.gpu.title}, which has no fp8 units",
+        f"{job.fp8} on {job.card}, which has no fp8 units",
         (job.fp8,),
         "train in bf16",
         drop(job.fp8),

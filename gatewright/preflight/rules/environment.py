@@ -146,7 +146,7 @@ def scratch_reclaim_on_mi300x(job: Job) -> Fault | None:
     if _env(job, "HSA_NO_SCRATCH_RECLAIM").value == "1":
         return None
     return Fault(
-        f"HSA_NO_SCRATCH_RECLAIM is not 1 for a mixture of experts on {job.gpu.title}",
+        f"HSA_NO_SCRATCH_RECLAIM is not 1 for a mixture of experts on {job.card}",
         (job.slurm, job.model),
         "export HSA_NO_SCRATCH_RECLAIM=1",
     )
@@ -199,7 +199,7 @@ def bitsandbytes_on_rocm(job: Job) -> Fault | None:
         return None
     said = job.bits if job.bits.value else job.optimizer
     return Fault(
-        f"{said.key} needs bitsandbytes on {job.gpu.title if job.gpu else 'AMD'}, whose ROCm build must match torch's",
+        f"{said.key} needs bitsandbytes on {job.card}, whose ROCm build must match torch's",
         (said,),
         "quantise and multiply one matrix on the GPU before the queue; else train in bf16 with ZeRO-3 or FSDP2",
     )

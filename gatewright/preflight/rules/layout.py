@@ -35,6 +35,8 @@ CODES = {
 }
 """Rule of planner/legal.py to its code here. Two are left out that no config can break: our run file and
 transformers' arguments have no key for a pipeline, nor ours for tensor parallelism."""
+COSTLY_ADVICE = frozenset({"four-bit-with-fsdp"})
+"""Advice that, not taken, changes what fits."""
 _ABOUT = {
     "zero": ("zero",),
     "ep": ("ep",),
@@ -86,7 +88,7 @@ def planner_rules() -> tuple[Rule, ...]:
     return tuple(
         Rule(
             CODES[rule.id],
-            "warning" if rule.id in advised else "error",
+            "error" if rule.id not in advised else "warning" if rule.id in COSTLY_ADVICE else "note",
             _asks(rule.id),
             f"{rule.source} ({rule.holds_for})",
             name=rule.id,
@@ -171,8 +173,7 @@ def deepep_on_amd(job: Job) -> Fault | None:
     if not job.amd or not (job.dispatcher.get("").replace("_", "") == "deepep" or axolotl):
         return None
     return Fault(
-        f"{job.dispatcher if job.dispatcher.given else job.ep} needs DeepEP, which does not run on "
-        f"{job.gpu.title if job.gpu else 'AMD'}",
+        f"{job.dispatcher if job.dispatcher.given else job.ep} needs DeepEP, which does not run on {job.card}",
         (job.dispatcher if job.dispatcher.given else job.ep,),
         "use the all-to-all dispatcher",
     )

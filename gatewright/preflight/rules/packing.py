@@ -9,7 +9,12 @@ _PREFERENCE = ("dpo", "kto", "orpo", "simpo", "ipo", "rm", "bco")
 def padded_batches(job: Job) -> Fault | None:
     """Without packing every row of a micro-batch is as long as its longest one: up to 60 % of the compute is padding. A
     shorter max_seq_len does not help much, since rows pad to their own longest: 8,192 to 4,096 gave 1.2 ×, not 4 ×."""
-    if job.packing.value is not False or not job.micro_batch.get(1) > 1 or job.task.get("sft") != "sft":
+    if (
+        job.packing.value is not False
+        or not job.micro_batch.given
+        or job.micro_batch.get(1) < 2
+        or job.task.get("sft") != "sft"
+    ):
         return None
     if job.pad_to_max.value:
         return None
@@ -117,8 +122,7 @@ def thd_on_rocm(job: Job) -> Fault | None:
     if not job.amd or not job.packing.value or not job.uses("megatron", "swift-megatron"):
         return None
     return Fault(
-        f"{job.packing} with Megatron on {job.gpu.title if job.gpu else 'AMD'}: the THD kernel of Transformer Engine "
-        "hangs there",
+        f"{job.packing} with Megatron on {job.card}: the THD kernel of Transformer Engine hangs there",
         (job.packing,),
         "test one step first, or use a stack whose varlen attention runs on ROCm",
     )

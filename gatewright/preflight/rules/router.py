@@ -21,7 +21,7 @@ def _router_trains(job: Job) -> bool:
 def balance_loss_off(job: Job) -> Fault | None:
     """transformers computes the balance loss only when output_router_logits is set, and no trainer but TRL sets it. A
     router that trains at a learning rate ten times too high lost its first expert at step 40."""
-    if not _router_trains(job) or not job.uses("transformers", "llamafactory", "axolotl", "swift"):
+    if not _router_trains(job) or job.mca.value or not job.uses("transformers", "llamafactory", "axolotl", "swift"):
         return None
     if (
         job.aux.get(0) > 0

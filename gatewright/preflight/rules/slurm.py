@@ -189,11 +189,12 @@ def launcher_on_one_node(job: Job) -> Fault | None:
 
 def no_rendezvous(job: Job) -> Fault | None:
     """Without an address to meet at, every node's torchrun makes a world of its own and trains the same run."""
-    if (
-        job.launcher.value != "torchrun"
-        or job.nodes.get(1) < 2
-        or job.launcher_rendezvous.value not in (None, "standalone")
-    ):
+    if job.launcher.value != "torchrun" or job.nodes.get(1) < 2:
+        return None
+    if job.launcher_rendezvous.get("standalone") != "standalone" or job.env.keys() & {
+        "PET_RDZV_ENDPOINT",
+        "PET_MASTER_ADDR",
+    }:
         return None
     return Fault(
         f"{job.nodes}, and torchrun has no --rdzv_endpoint: every node trains alone",
@@ -244,7 +245,9 @@ def failure_looks_like_success(job: Job) -> Fault | None:
 
 def gpus_not_requested(job: Job) -> Fault | None:
     """Without --gpus-per-node or --gres a job on a GPU partition sees no GPU, or all of somebody else's."""
-    if not job.slurm.value or job.gpus_per_node.value is not None or not job.launcher_processes.get(1) > 1:
+    if not job.slurm.value or job.gpus_per_node.value is not None or job.asks_gpus.value:
+        return None
+    if not job.launcher_processes.get(1) > 1:
         return None
     return Fault(
         f"{job.launcher_processes}, and no #SBATCH line asks for GPUs",
