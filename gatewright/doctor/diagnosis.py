@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from gatewright.doctor.beside_plan import beside_plan
 from gatewright.doctor.cause import Cause, Log, Role, Seen, Sighting, finding
 from gatewright.doctor.health import Progress, health, progress
 from gatewright.doctor.scan import STEPS_AFTER, Life, Scan, scan_log
 from gatewright.doctor.source import LogError, chunks, find_logs, open_log
 from gatewright.doctor.table import BY_CODE, UNRECOGNISED
 from gatewright.spec.finding import Confidence, Finding, Place
+from gatewright.spec.plan import MemoryEstimate
 from gatewright.spec.run import Run
 
 Verdict = Literal["failed", "unknown", "healthy", "finished"]
@@ -54,10 +56,17 @@ class Diagnosis:
         return (*root, *self.others, *self.contributing, *self.consequences, *self.health)
 
 
-def diagnose(paths: Sequence[Path], *, stdin: BinaryIO | None = None, run: Run | None = None) -> Diagnosis:
+def diagnose(
+    paths: Sequence[Path],
+    *,
+    stdin: BinaryIO | None = None,
+    run: Run | None = None,
+    planned: MemoryEstimate | None = None,
+) -> Diagnosis:
     """Reads logs (files, folders, gzip) or, without paths, standard input.
 
-    With the run file, changes show the present value. Raises LogError where there is nothing to read.
+    With the run file, changes show the present value; with a plan, memory is told beside it. Raises LogError where
+    there is nothing to read.
     """
     scans: list[Scan] = []
     notes: list[str] = []
@@ -77,7 +86,10 @@ def diagnose(paths: Sequence[Path], *, stdin: BinaryIO | None = None, run: Run |
     if not scans:
         where = ", ".join(str(path) for path in paths[:3]) or "standard input"
         raise LogError(f"{where}: empty; wanted the output of a run (stdout and stderr, or events.jsonl)")
-    return judge(scans, notes=notes, run=run)
+    found = judge(scans, notes=notes, run=run)
+    if found.root is None or planned is None:
+        return found
+    return replace(found, root=beside_plan(found.root, planned))
 
 
 def judge(scans: Sequence[Scan], *, notes: Sequence[str] = (), run: Run | None = None) -> Diagnosis:

@@ -19,6 +19,8 @@ SLOWER_RATIO = 1.15
 DATA_WAIT_SHARE = 0.10
 IMBALANCE_RATIO = 3.0
 """Largest over mean load of a layer's experts."""
+ENOUGH_TOKENS = 50
+"""Tokens an expert would get on average, before its share says anything."""
 _FEW = 12
 """Below so many points there is no trend."""
 
@@ -139,8 +141,8 @@ def _training_bar(series: Series) -> Point | None:
 def _total(series: Series, counted: Point | None) -> int | None:
     if counted is None:
         return None
-    if counted.total_steps is not None:
-        return counted.total_steps
+    if counted.total_steps is not None or series.total_steps is not None:
+        return counted.total_steps or series.total_steps
     return next((point.total_steps for point in reversed(series.points) if point.total_steps), None)
 
 
@@ -272,11 +274,12 @@ def _dropped(points: Sequence[Point], file: str) -> list[Finding]:
 
 def _imbalance(series: Series, file: str) -> list[Finding]:
     layers = _summed(series.experts)
-    ratios = [(max(load) * len(load) / sum(load), row) for row, load in enumerate(layers) if sum(load)]
+    telling = [(row, load) for row, load in enumerate(layers) if sum(load) >= ENOUGH_TOKENS * len(load)]
+    ratios = [(max(load) * len(load) / sum(load), row) for row, load in telling]
     if not ratios or series.last is None:
         return []
     worst, row = max(ratios)
-    starved = sum(count == 0 for load in layers for count in load)
+    starved = sum(count == 0 for _, load in telling for count in load)
     if worst < IMBALANCE_RATIO and not starved:
         return []
     text = (

@@ -55,6 +55,8 @@ class Series:
     """Lines of the steps at the end whose loss is exactly 0."""
     zero_grad_run: list[int] = field(default_factory=list)
     last: Point | None = None
+    total_steps: int | None = None
+    """Where the log says it apart from the steps."""
     experts: list[tuple[tuple[int, ...], ...]] = field(default_factory=list)
     """Expert counts of the last few steps."""
     _stride: int = 1

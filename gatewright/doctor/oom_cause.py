@@ -17,6 +17,9 @@ OomCause = Literal[
 GIB = 2**30
 LARGEST_CARD_BYTES = 1024 * GIB
 """No single GPU has more; a larger request needs no card to be judged against."""
+ABSURD_RATIO = 1.5
+"""A single request of so many times the card is a wrong shape or a matrix that should not exist; a card of the next
+size would hold a smaller one."""
 FOREIGN_SHARE = 0.25
 """Share of the card that others must hold before they are the cause; context and a desktop take less."""
 MISREPORT_RATIO = 1.5
@@ -54,7 +57,7 @@ def _absurd_request(oom: OomSentence) -> OomVerdict | None:
             confidence="certain",
             reason=f"{size(oom.tried_bytes)} in one piece is more than any GPU has: a wrong shape or dtype",
         )
-    if oom.tried_bytes <= oom.total_bytes:
+    if oom.tried_bytes <= ABSURD_RATIO * oom.total_bytes:
         return None
     return OomVerdict(
         cause="absurd_request",
@@ -158,7 +161,9 @@ def _pressure(oom: OomSentence) -> OomVerdict:
             reason=f"{size(oom.tried_bytes)} were refused; the log does not say how much was in use",
         )
     live = f"live tensors take {size(oom.allocated_bytes)} of {size(oom.total_bytes)}"
-    if oom.headroom_bytes < 0:
+    if oom.tried_bytes > oom.total_bytes:
+        missing = "one request larger than the whole card"
+    elif oom.headroom_bytes < 0:
         missing = f"even in one piece, free and unused memory miss {size(-oom.headroom_bytes)}"
     else:
         missing = f"head-room {size(oom.headroom_bytes)}, too little to count on"

@@ -11,7 +11,7 @@ _UNIT = {
     "bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60,
     "KB": 2**10, "MB": 2**20, "GB": 2**30,
 }  # fmt: skip
-_SIZE = r"(\d+(?:\.\d+)?\s*(?:bytes|[KMGTPE]iB|[KMG]B|B)\b)"
+_SIZE = r"(\d{1,15}(?:\.\d{1,9})?\s*(?:bytes|[KMGTPE]iB|[KMG]B|B)\b)"
 _NO_READING = 2**62
 """NVML or the driver answered -1: printed as 17179869184.00 GiB."""
 _EXABYTE = 2**60

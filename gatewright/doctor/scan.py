@@ -1,5 +1,6 @@
 """One log, read to the end: sightings of known failures by life of the run, and the numbers of its steps."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ _END_SIGNS = (
     ),
     sign("finished: ", pattern=r"^finished: [\d,]+ steps"),
 )
+_FAILED_SIGN = sign('"reason": "failed"')
 _TOOL_SIGNS = (
-    ("gatewright", sign("gatewright", '"kind": "step"')),
+    ("gatewright", sign('"time": "', "gatewright", pattern=r'^\{"v": \d+, "time": "|gatewright')),
     (
         "huggingface",
         sign("transformers/trainer", "trl/trainer", "Running training", "'learning_rate'", "per_device_train"),
@@ -59,6 +61,7 @@ _EXCEPTION = re.compile(
     r"^(?:\[?(?:rank|default|Rank )?\s*\d+\]?:\s*)?(?P<error>(?:\w+\.)*(?:\w*(?:Error|Exception|"
     r"Failure|Timeout))\b(?::.*)?)$"
 )
+_OUR_STEPS = re.compile(r'\{"v": .*"kind": "start".*"steps": (\d{1,18})')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _RANKS = tuple(
     re.compile(pattern)
@@ -184,9 +187,11 @@ class Scanner:
             if isinstance(what, Cause):
                 hits.append((what, {key: value for key, value in found.groupdict().items() if value}))
             elif what == "start":
-                self._start(line.number)
+                self._start(line)
             elif what == "end":
                 self._life().ended_well_line = line.number
+            elif what == "stop":
+                self._stopped(line, text)
             elif what == "suspicious":
                 self._suspect(line, text)
             elif what.startswith("tool:"):
@@ -194,11 +199,26 @@ class Scanner:
         if hits:
             self._sight(line, text, hits)
 
-    def _start(self, number: int) -> None:
+    def _start(self, line: Line) -> None:
+        """A new life of the run, if the last one did anything."""
         life = self._life()
         if life.failed or life.steps:
-            self.scan.lives.append(Life(file=self.scan.file, first_line=number))
-        self._life().last_line = number
+            self.scan.lives.append(Life(file=self.scan.file, first_line=line.number))
+        self._life().last_line = line.number
+        if found := _OUR_STEPS.match(line.text):
+            self.scan.series.total_steps = int(found[1])
+
+    def _stopped(self, line: Line, text: str) -> None:
+        """Our own stop event of a failed run: its detail is the error."""
+        try:
+            detail = str(json.loads(line.raw)["detail"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return
+        place = self._place(line.number, text)
+        life = self._life()
+        if len(life.exceptions) < MAX_EXCEPTIONS:
+            groups = {"error": detail[:SHOWN]}
+            life.exceptions.append(Sighting(cause=UNRECOGNISED, groups=groups, place=place, line=text))
 
     def _suspect(self, line: Line, text: str) -> None:
         life = self._life()
@@ -260,6 +280,7 @@ def _plan() -> Iterator[tuple[Sign, Cause | str]]:
         yield one, "metric"
     for tool, one in _TOOL_SIGNS:
         yield one, f"tool:{tool}"
+    yield _FAILED_SIGN, "stop"
     yield _SUSPICIOUS, "suspicious"
 
 

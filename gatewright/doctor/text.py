@@ -15,6 +15,7 @@ from gatewright.spec.finding import Change, Finding, Place
 WIDTH = 100
 _PLACES_SHOWN = 3
 _STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_NOTHING_KNOWN = "Nothing in this log is a known failure. The earliest suspicious lines:"
 _HEADLINE = {
     "failed": "Root cause",
     "unknown": "Root cause not known",
@@ -30,7 +31,8 @@ def render_text(diagnosis: Diagnosis) -> RenderableType:
     if diagnosis.root:
         parts += _whole(diagnosis.root)
     elif diagnosis.verdict == "unknown":
-        parts.append(_indented(Text("Nothing in this log is a known failure. The earliest suspicious lines:")))
+        known = "No sign of a failure, and no training step." if not diagnosis.earliest else _NOTHING_KNOWN
+        parts.append(_indented(Text(known)))
     parts += [
         _indented(_place(place)) for place in diagnosis.earliest if not diagnosis.root or diagnosis.verdict == "unknown"
     ]

@@ -153,6 +153,17 @@ def test_an_error_that_the_run_went_on_after_is_a_warning() -> None:
     assert still.root is not None and still.root.kind == "hub_offline"
 
 
+def test_our_own_stop_event_is_explained_or_quoted() -> None:
+    stop = (
+        '{"v": 1, "time": "2026-01-01T00:00:00+00:00", "kind": "stop", "step": 3, "reason": "failed", "detail": "%s"}\n'
+    )
+    quoted = doctor(stop % "pack 7 holds no target")
+    assert (quoted.verdict, quoted.tool) == ("unknown", "gatewright")
+    assert quoted.root is not None and "pack 7 holds no target" in quoted.root.text
+    explained = doctor(stop % PLANTED["GW565"])
+    assert explained.root is not None and explained.root.kind == "disk_quota" and explained.others == ()
+
+
 def test_several_files_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "rank_0.log").write_text(f"{TIMEOUT}\n")
     (tmp_path / "rank_1.log").write_text(f"fine\n{PLANTED['GW545']}\n")

@@ -7,6 +7,8 @@ import pytest
 from gatewright.doctor.diagnosis import Diagnosis, diagnose
 from gatewright.doctor.oom_cause import judge_oom
 from gatewright.doctor.oom_sentence import parse_oom
+from gatewright.spec.plan import Interval, MemoryEstimate, Part, Phase
+from gatewright.spec.run import Run
 
 GIB, MIB = 2**30, 2**20
 
@@ -170,3 +172,34 @@ def test_expandable_segments_are_advised_unless_the_log_says_they_are_not_suppor
 def test_ray_running_low_on_host_memory_is_not_a_gpu() -> None:
     root = doctor("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.").root
     assert root is not None and root.kind == "host_oom"
+
+
+def test_beside_a_plan_the_expected_bytes_and_the_largest_parts_are_told() -> None:
+    interval = Interval(metric="allocated", bytes=30 * GIB, low_bytes=28 * GIB, high_bytes=32 * GIB)
+    loss = Phase(name="loss", parts=(Part(name="weights", bytes=20 * GIB), Part(name="logits", bytes=9 * GIB)))
+    planned = MemoryEstimate(
+        phases=(Phase(name="load", parts=(Part(name="weights", bytes=20 * GIB),)), loss),
+        resident_bytes=20 * GIB, allocated=interval, reserved=interval, device=interval, framework="gatewright",
+    )  # fmt: skip
+    text = sentence(tried=2.0, total=40.0, free=0.3, allocated=39.0, unused=0.2)
+    root = diagnose([], stdin=io.BytesIO(text.encode()), planned=planned).root
+    assert root is not None
+    assert "The plan expected 30.00 GiB allocated (28.00 GiB to 32.00 GiB)" in root.text
+    assert "41.00 GiB were live or asked for, more than that" in root.text
+    assert "weights 20.00 GiB, logits 9.00 GiB" in root.text
+
+
+def test_with_the_run_file_a_change_shows_what_is_set_now() -> None:
+    run = Run.model_validate(
+        {
+            "run": "a", "model": {"path": "m"}, "data": {"train": "d"},
+            "train": {"tokens_per_step": 8, "steps": 1, "lr": 1e-3, "checkpointing": "none"},
+        }
+    )  # fmt: skip
+    text = '{"v": 1, "time": "x", "kind": "start"}\n' + sentence(
+        tried=2.0, total=40.0, free=0.3, allocated=39.0, unused=0.2
+    )
+    root = diagnose([], stdin=io.BytesIO(text.encode()), run=run).root
+    assert root is not None
+    change = next(change for change in root.changes if change.setting == "train.checkpointing")
+    assert change.diff() == ("- train.checkpointing: none", "+ train.checkpointing: full")

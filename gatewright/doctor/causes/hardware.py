@@ -30,7 +30,7 @@ _SOFTWARE = {13, 31, 43, 45}
 def xid(cause: Cause, seen: Seen, log: Log) -> Finding | None:
     """What the Xid means, and whether the node or the program is to blame."""
     number = seen.first.groups.get("xid", "")
-    if not number.isdecimal():
+    if not number.isdecimal() or len(number) > 4:
         return plain_finding(cause, seen, log)
     meaning = XIDS.get(int(number), "see NVIDIA's Xid catalogue")
     software = int(number) in _SOFTWARE

@@ -7,7 +7,7 @@ from gatewright.doctor.cause import Cause, Log, Role, Seen, Sighting, env, plain
 from gatewright.doctor.causes.training import ZERO3_MOE
 from gatewright.spec.finding import Finding
 
-_SEQUENCE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
+_SEQUENCE = re.compile(r"SeqNum=(\d{1,18}), OpType=(\w+)")
 _WHO = re.compile(r"\[Rank (\d+)\]")
 _ELEMENTS = re.compile(r"NumelIn=(\d+)")
 _ZERO3_OPS = {"_ALLGATHER_BASE", "ALLGATHER_COALESCED", "_REDUCE_SCATTER_BASE", "_REDUCE_SCATTER", "ALLGATHER"}

@@ -79,6 +79,7 @@ CAUSES: tuple[Cause, ...] = (
                     r"finite|total norm .* is non-finite"
                 ),
             ),
+            sign("loss nan", "loss inf", "gradient norm nan", "gradient norm inf", "loss -inf"),
             sign("Loss is nan", "loss is nan", "nan loss", "NaN loss", "Loss is NaN", "loss became NaN"),
         ),
         text="The loss or the gradient is not a number any more: every weight it touched is lost.",

@@ -27,7 +27,7 @@ def recomputed(cause: Cause, seen: Seen, log: Log) -> Finding | None:
 
 def _sizes(found: re.Match[str] | None) -> list[int]:
     text = next((group for group in (found.groups() if found else ()) if group is not None), "")
-    return [int(part) for part in text.split(",") if part.strip().isdecimal()]
+    return [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part) < 19]
 
 
 def _shown(found: re.Match[str] | None) -> str:
