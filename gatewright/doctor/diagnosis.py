@@ -1,6 +1,7 @@
 """Diagnosis: the root of a failure first, then what led to it, what followed, and how the run was doing."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from gatewright.spec.run import Run
 Verdict = Literal["failed", "unknown", "healthy", "finished"]
 _LASTING = {"loss_nan", "loss_zero_grad"}
 """Kinds that spoil the run though it goes on."""
+_WARNING = re.compile(r"\b(?:\w*Warning|WARNING|warnings\.warn|WARN(?!.*failure))\b")
+"""Words that make a line a warning, whatever it warns of."""
 MAX_CONSEQUENCES = 8
 MAX_EARLIEST = 6
 _LOWER: dict[Confidence, Confidence] = {"certain": "likely", "likely": "possible", "possible": "possible"}
@@ -130,7 +133,8 @@ def _judge_life(lives: Sequence[Life], zero: Sequence[Finding], tool: str, setti
         settings=settings,
     )
     found = [(cause, one) for cause, seen in _merged(lives) if (one := finding(cause, seen, log)) is not None]
-    unread = sorted((one for life in lives for one in life.exceptions), key=_order_of(lives))
+    codes = {cause.code for cause, _ in found}
+    unread = sorted((one for life in lives for one in life.unexplained(codes)), key=_order_of(lives))
     found, survived = _apart(found, lives)
     unread = [one for one in unread if not _went_on(one.place, lives)]
     by_role = {role: [one for cause, one in found if _role(cause, one) is role] for role in Role}
@@ -230,6 +234,8 @@ def _merged(lives: Sequence[Life]) -> Iterable[tuple[Cause, Seen]]:
 
 def _role(cause: Cause, one: Finding) -> Role:
     """The role of what a judgement turned a sighting into."""
+    if cause.role is Role.ROOT and one.kind not in _LASTING and all(_WARNING.search(p.text) for p in one.places):
+        return Role.HINT
     if one.code == cause.code:
         return cause.role
     return Role.CASCADE if cause.role is Role.CASCADE else Role.ROOT

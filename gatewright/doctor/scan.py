@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gatewright.doctor.cause import Cause, Role, Seen, Sighting, Sign, sign
@@ -105,7 +105,7 @@ class Life:
     """By code of the cause, the first ones."""
     occurrences: dict[str, int] = field(default_factory=dict)
     exceptions: list[Sighting] = field(default_factory=list)
-    """Last lines of tracebacks; those that a known failure explains are taken out at the end."""
+    """Last lines of tracebacks, and our own stop events of failed runs."""
     suspicious: list[Place] = field(default_factory=list)
     steps: int = 0
     recent_steps: list[int] = field(default_factory=list)
@@ -118,6 +118,16 @@ class Life:
         return bool(self.exceptions) or any(
             sighting.cause.role is not Role.HINT for found in self.sightings.values() for sighting in found[:1]
         )
+
+    def unexplained(self, codes: Collection[str]) -> list[Sighting]:
+        """Exceptions that no cause of these codes was sighted in: on their line, or indented below it."""
+        claimed: set[int] = set()
+        for code in self.sightings.keys() & set(codes):
+            for one in self.sightings[code]:
+                claimed.add(one.place.line)
+                if one.line[:1].isspace() and one.cause.role is not Role.CASCADE:
+                    claimed.update(range(one.place.line - 3, one.place.line))
+        return [one for one in self.exceptions if one.place.line not in claimed]
 
     def seen(self, code: str) -> Seen:
         found = self.sightings[code]
@@ -155,8 +165,6 @@ class Scanner:
         """The end of the log: the scan, complete."""
         self._take(self._reader.finish())
         self.scan.lines, self.scan.bytes = self._reader.lines, self._reader.bytes
-        for life in self.scan.lives:
-            _claim(life)
         self.scan.lives = [life for life in self.scan.lives if life.last_line or life is self.scan.lives[-1]]
         return self.scan
 
@@ -282,14 +290,3 @@ def _plan() -> Iterator[tuple[Sign, Cause | str]]:
         yield one, f"tool:{tool}"
     yield _FAILED_SIGN, "stop"
     yield _SUSPICIOUS, "suspicious"
-
-
-def _claim(life: Life) -> None:
-    """Takes out the exceptions that a known failure explains: on their line, or indented below it."""
-    claimed: set[int] = set()
-    for found in life.sightings.values():
-        for one in found:
-            claimed.add(one.place.line)
-            if one.line[:1].isspace() and one.cause.role is not Role.CASCADE:
-                claimed.update(range(one.place.line - 3, one.place.line))
-    life.exceptions = [one for one in life.exceptions if one.place.line not in claimed]

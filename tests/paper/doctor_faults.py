@@ -125,6 +125,7 @@ nid001:12:12 [0] NCCL INFO comm 0x5 rank 0 nranks 8 cudaDev 0 busId c1000 - Init
 [loss_scaler.py:1] [deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768
 {'loss': 1.31, 'grad_norm': 0.4, 'learning_rate': 9e-05, 'epoch': 0.01, 'infos': 'none', 'error_rate': 0.0}
 {'eval_loss': 1.21, 'eval_runtime': 12.1, 'eval_error_rate': 0.1, 'epoch': 0.02}
+[rank0]:[W reducer.cpp:1] Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any
 wandb: Run data is saved locally in wandb/run-20260101
 wandb: WARNING Calling wandb.login() after wandb.init() has no effect.
 resuming is off; training starts at step 0

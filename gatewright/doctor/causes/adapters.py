@@ -130,7 +130,7 @@ CAUSES: tuple[Cause, ...] = (
             "Print the trainable weights by role before step 1; name experts by target_parameters "
             "(mlp.experts.gate_up_proj, mlp.experts.down_proj).",
         ),
-        outranks=4,
+        outranks=6,
     ),
     Cause(
         code="GW564",

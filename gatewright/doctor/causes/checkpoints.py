@@ -168,6 +168,7 @@ CAUSES: tuple[Cause, ...] = (
                 ),
             ),
             sign(
+                "find an RNG file",
                 "rng_state",
                 pattern=r"Didn't find an RNG file|rng_state_\d+\.pth.*(?:not found|No such file|does not exist)",
             ),
@@ -264,6 +265,7 @@ CAUSES: tuple[Cause, ...] = (
                 "Unable to load weights from pytorch checkpoint file",
                 "storage has wrong byte size",
             ),
+            sign("JSONDecodeError", pattern=r"JSONDecodeError.*(?:checkpoint|trainer_state|safetensors\.index)"),
             sign("Consistency check failed", pattern=r"Consistency check failed: file should be of size"),
         ),
         text="A weight or checkpoint file is cut off or damaged.",

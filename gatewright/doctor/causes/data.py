@@ -183,9 +183,11 @@ CAUSES: tuple[Cause, ...] = (
             ),
             sign(
                 "Architecture",
+                "hf-to-gguf",
                 "Model architecture",
                 pattern=(
-                    r"(?:NotImplementedError|ERROR|Error|error).*(?:Architecture|Model architecture|Model) "
+                    r"hf-to-gguf.*not supported|(?:NotImplementedError|ERROR|Error|"
+                    r"error).*(?:Architecture|Model architecture|Model) "
                     r"'?(?P<architecture>\w+)'? (?:is )?not supported|Model \w+ is not supported"
                 ),
             ),

@@ -163,7 +163,7 @@ CAUSES: tuple[Cause, ...] = (
                 "OUT_OF_RESOURCES",
                 pattern=r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)",
             ),
-            sign("hipErrorOutOfMemory", "cudaErrorMemoryAllocation", "HSA_STATUS_ERROR_OUT_OF_RESOURCES"),
+            sign("hipErrorOutOfMemory", "cudaErrorMemoryAllocation"),
             sign("RESOURCE_EXHAUSTED", pattern=r"RESOURCE_EXHAUSTED: .*(?:OOM|[Oo]ut of memory)"),
         ),
         text="A GPU ran out of memory.",

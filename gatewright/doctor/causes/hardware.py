@@ -84,7 +84,7 @@ CAUSES: tuple[Cause, ...] = (
         kind="gpu_fault_hsa",
         title="An AMD GPU's queue failed",
         signs=(
-            sign("HSA_STATUS_ERROR", pattern=r"HSA_STATUS_ERROR_(?P<status>(?!OUT_OF_RESOURCES|MEMORY_FAULT)\w+)"),
+            sign("HSA_STATUS_ERROR", pattern=r"HSA_STATUS_ERROR_(?P<status>(?!MEMORY_FAULT)\w+)"),
             sign("HW Exception by GPU", "GPU Hang", "amdgpu: GPU reset", "amdgpu: ring"),
             sign("hipErrorIllegalAddress", "hipErrorLaunchFailure", "HIP error: unspecified launch failure"),
             sign(

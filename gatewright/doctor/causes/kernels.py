@@ -154,7 +154,7 @@ CAUSES: tuple[Cause, ...] = (
         fix=(
             "Build or install bitsandbytes for the version that torch reports (torch.version.hip, torch.version.cuda).",
         ),
-        outranks=5,
+        outranks=7,
     ),
     Cause(
         code="GW570",
@@ -162,6 +162,7 @@ CAUSES: tuple[Cause, ...] = (
         kind="jit_cache",
         title="A cache of compiled kernels on a shared file system",
         signs=(
+            sign("JSONDecodeError", pattern=r"JSONDecodeError.*(?:triton|inductor)"),
             sign(
                 "triton",
                 "Triton",
@@ -231,7 +232,8 @@ CAUSES: tuple[Cause, ...] = (
             sign(
                 "MIOpen",
                 pattern=(
-                    r"MIOpen.*(?:[Ee]rror|[Ff]ailed|Unable|unable|Missing|Cannot).*(?:db|DB|[Dd]atabase|cache|file|"
+                    r"MIOpen.*(?:[Ee]rror|[Ff]ailed|Unable|[Uu]n(?:able|readable)|Missing|"
+                    r"Cannot).*(?:db|DB|[Dd]atabase|cache|file|"
                     r"lock)"
                 ),
             ),

@@ -119,6 +119,7 @@ CAUSES: tuple[Cause, ...] = (
                 "failed to pass monitored",
                 pattern=r"[Rr]anks? .*failed to pass monitoredBarrier|monitoredBarrier.*(?:timed out|failed)",
             ),
+            sign("waiting for clients", pattern=r"Timed out after \d+ seconds waiting for clients"),
             sign("detected as timed out", "NCCL timeout", "nccl timeout", "NCCL operation timed out", "NCCL Timeout"),
             sign(
                 "Heartbeat monitor timed out",
@@ -158,7 +159,8 @@ CAUSES: tuple[Cause, ...] = (
                 "Connection reset by peer",
                 "Broken pipe",
                 pattern=(
-                    r"(?:NCCL|[Ss]ocket|recvBytes|sendBytes|TCPStore|gloo|Gloo|c10d|\[Errno 104\]).*(?:Connection "
+                    r"(?:RuntimeError:|NCCL|[Ss]ocket|recvBytes|sendBytes|TCPStore|gloo|Gloo|"
+                    r"c10d|\[Errno 104\]).*(?:Connection "
                     r"reset by peer|Broken pipe)"
                 ),
             ),

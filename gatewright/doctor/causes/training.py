@@ -134,12 +134,13 @@ CAUSES: tuple[Cause, ...] = (
         signs=(
             sign("Expected to have finished reduction in the prior iteration"),
             sign(
+                "did not receive grad",
                 "find_unused_parameters",
                 "were not used in producing loss",
                 "that were not used in",
                 pattern=(
-                    r"find_unused_parameters|(?:were|was) not used in producing (?:the )?loss|Parameter indices which "
-                    r"did not receive grad"
+                    r"find_unused_parameters(?!=True was specified)|(?:were|was) not used in producing (?:the )?loss|"
+                    r"which did not receive grad"
                 ),
             ),
         ),
