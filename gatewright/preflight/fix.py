@@ -109,7 +109,7 @@ def _line(line: str, edit: Edit) -> list[str] | None:
     assignment = re.compile(rf"(.*?\b{name}=+){_VALUE}")
     match = mapping.match(line) or option.match(line) or assignment.match(line)
     if edit.action == "set":
-        return [f"{match[1]}{_quoted(edit.text, match[2])}{line[match.end() :]}"] if match else None
+        return [f"{match[1]}{_quoted(edit, match[2])}{line[match.end() :]}"] if match else None
     if edit.action == "add":
         if re.match(rf"\s*{name}\s*:", line) or line.startswith("#SBATCH"):
             return [line[: len(line) - len(line.lstrip())] + edit.text, line]
@@ -129,6 +129,9 @@ def _dropped(line: str, name: str, match: re.Match[str] | None) -> list[str] | N
     return None
 
 
-def _quoted(text: str, old: str) -> str:
-    """In the quotes that were there."""
-    return f"{old[0]}{text}{old[0]}" if old[:1] in "\"'" else text
+def _quoted(edit: Edit, old: str) -> str:
+    """In the quotes that were there, or that JSON wants."""
+    quote = old[0] if old[:1] in "\"'" else ""
+    if edit.at.file.endswith(".json") and not re.fullmatch(r"-?[\d.]+(e-?\d+)?|true|false|null", edit.text):
+        quote = '"'
+    return f"{quote}{edit.text}{quote}"

@@ -40,9 +40,8 @@ class Written(Generic[T]):
         return Place(file=self.file, line=self.line)
 
     def __str__(self) -> str:
-        if self.default:
-            return f"{self.key} = {self.value} (the default)"
-        return f"{self.key} = {self.value} ({self.file}:{self.line})"
+        value = ", ".join(map(str, self.value)) if isinstance(self.value, tuple) else self.value
+        return f"{self.key} = {value} ({'the default' if self.default else f'{self.file}:{self.line}'})"
 
 
 Flag = Written[bool]

@@ -1,5 +1,6 @@
 """A shell script as settings and commands: #SBATCH lines, assignments and what is started, each word with its line."""
 
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -7,11 +8,16 @@ from dataclasses import dataclass, field
 
 from gatewright.preflight.source import Source
 
+MAX_QUOTED_LINES = 100
 MAX_WORDS = 20_000
 """Of a script, variables put in; a script that grows beyond is not read further."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _ARRAY = re.compile(r"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=\((.*)\)\s*;?", re.S)
+_SEPARATORS = frozenset({"&&", "||", "|", ";", "&", "then", "do"})
 _DECLARES = frozenset({"export", "declare", "local", "readonly"})
+_COMMENT = re.compile(r"""^((?:[^"'#]|"[^"]*"|'[^']*'|(?<!\s)#)*?)\s#.*$""")
+_REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<<?-?|<<<)(&?\S*)")
+_HERE = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?")
 _WHOLE_VARIABLE = re.compile(r"\"?\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?\}?\"?")
 
@@ -58,21 +64,21 @@ def read_script(source: Source) -> Script:
     words = 0
     for line, text in _logical_lines(source.lines):
         if text.startswith("#SBATCH"):
-            script.directives += options(_split(text.removeprefix("#SBATCH"), line))
+            script.directives += options(words_of(text.removeprefix("#SBATCH"), line))
             continue
         script.texts.append(Token(text, line))
         if match := _ARRAY.fullmatch(text):
-            tokens = list(_put_in(_tokens(match[3], line), script))
-            script.variables[match[1]] = script.variables.get(match[1], []) + tokens if match[2] else tokens
+            _keep(script, match[1], list(_put_in(words_of(match[3], line), script)), adds=bool(match[2]))
             continue
-        tokens = _tokens(text, line)
+        tokens = _unwrapped(words_of(text, line))
         words += len(tokens)
-        command = list(_put_in(_assignments(tokens, script), script))
-        words += len(command)
+        for part in split_commands(tokens):
+            command = list(_put_in(_assignments(part, script), script))
+            words += len(command)
+            if command and words <= MAX_WORDS:
+                script.commands.append(command)
         if words > MAX_WORDS:
             break
-        if command:
-            script.commands.append(command)
     return script
 
 
@@ -110,16 +116,18 @@ _SHORT = {
 
 
 def _logical_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """(first line, text) with continued lines and arrays put together; each physical line keeps a mark of its end."""
-    held, start, depth = "", 0, 0
+    """(first line, text): continued lines, arrays and quoted texts put together; no comments, no here-documents."""
+    held, start, depth, end = "", 0, 0, ""
     for number, raw in enumerate(lines, start=1):
         text = raw.strip()
+        if end:
+            end = "" if text == end else end
+            continue
         if not held:
             start = number
             if not text or (text.startswith("#") and not text.startswith("#SBATCH")):
                 continue
-        if text.startswith("#") and held:
-            text = ""
+        text = _COMMENT.sub(r"\1", text)
         continued = text.endswith("\\")
         piece = text[:-1] if continued else text
         if re.search(r"=\(", piece) and ")" not in piece.split("=(", 1)[1]:
@@ -127,27 +135,74 @@ def _logical_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
         elif depth and ")" in piece:
             depth = 0
         held = f"{held}\n{piece}" if held else piece
-        if not continued and not depth:
+        open_quote = number - start < MAX_QUOTED_LINES and _open_quote(held)
+        if not continued and not depth and not open_quote:
             yield start, held
+            if match := _HERE.search(held):
+                end = match[1]
             held = ""
     if held:
         yield start, held
 
 
-def _split(text: str, line: int) -> list[Token]:
-    return [Token(word, line) for word in _words(text)]
-
-
-def _tokens(text: str, start: int) -> list[Token]:
-    """Words of a logical line; its pieces lie on successive physical lines."""
-    return [token for offset, piece in enumerate(text.split("\n")) for token in _split(piece, start + offset)]
-
-
-def _words(text: str) -> list[str]:
+def _open_quote(text: str) -> bool:
+    """A quote is not closed yet."""
+    if text.count('"') % 2 == 0 and text.count("'") % 2 == 0:
+        return False
     try:
-        return shlex.split(text, comments=True)
-    except ValueError:  # a quote that closes on another line
-        return text.replace('"', " ").replace("'", " ").split()
+        shlex.split(text)
+    except ValueError:
+        return True
+    return False
+
+
+def split_commands(tokens: list[Token]) -> Iterator[list[Token]]:
+    """Commands between `&&`, `||`, `|`, `;` and `&`, without their redirections."""
+    command: list[Token] = []
+    to_file = False
+    for token in tokens:
+        if to_file:
+            to_file = False
+        elif match := _REDIRECTION.fullmatch(token.text):
+            to_file = not match[1]
+        elif token.text in _SEPARATORS:
+            if command:
+                yield command
+            command = []
+        elif token.text.endswith(";"):
+            yield [*command, Token(token.text[:-1], token.line)]
+            command = []
+        else:
+            command.append(token)
+    if command:
+        yield command
+
+
+def words_of(text: str, line: int) -> list[Token]:
+    """Words as a POSIX shell splits them, each with its line; the text begins on line `line`."""
+    stream = io.StringIO(text)
+    lexer = shlex.shlex(stream, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    found: list[Token] = []
+    seen, at = 0, line
+    try:
+        while (word := lexer.get_token()) is not None:
+            end = max(seen, stream.tell() - 1)
+            at, seen = at + text.count("\n", seen, end), end
+            found.append(Token(word, max(line, at - word.count("\n"))))
+    except ValueError:  # a quote that never closes
+        return [Token(word, line) for word in text.replace('"', " ").replace("'", " ").split()]
+    return found
+
+
+def _unwrapped(tokens: list[Token]) -> list[Token]:
+    """`bash -c "…"` as the words of its text, so that what a container runs is read like any command."""
+    for index in range(len(tokens) - 2):
+        name = tokens[index].text.rpartition("/")[2]
+        if name in ("bash", "sh") and tokens[index + 1].text in ("-c", "-lc"):
+            inside = tokens[index + 2]
+            return [*tokens[:index], *words_of(inside.text, inside.line), *tokens[index + 3 :]]
+    return tokens
 
 
 def _assignments(tokens: list[Token], script: Script) -> list[Token]:
@@ -179,9 +234,14 @@ def _assignments(tokens: list[Token], script: Script) -> list[Token]:
 def _assign(script: Script, name: str, value: Token, *, adds: bool) -> None:
     """A value that holds options is kept as words, so that `$ARGS` becomes options again."""
     tokens = list(_put_in([value], script))
-    if len(tokens) == 1 and " " in tokens[0].text and "--" in tokens[0].text:
-        tokens = [Token(word, value.line) for word in tokens[0].text.split()]
-    script.variables[name] = script.variables.get(name, []) + tokens if adds else tokens
+    if len(tokens) == 1 and re.search(r"\s", tokens[0].text) and "--" in tokens[0].text:
+        tokens = words_of(tokens[0].text, value.line)
+    _keep(script, name, tokens, adds=adds)
+
+
+def _keep(script: Script, name: str, tokens: list[Token], *, adds: bool) -> None:
+    held = script.variables.get(name, []) if adds else []
+    script.variables[name] = [*held, *tokens][:MAX_WORDS]
 
 
 def _put_in(tokens: list[Token], script: Script) -> Iterator[Token]:

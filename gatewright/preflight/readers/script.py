@@ -146,7 +146,6 @@ def _habits(reading: Reading, script: Script) -> None:
 def _command(reading: Reading, command: list[Token]) -> list[Reading]:
     """Peel the launchers off a command, then read what they start."""
     rest = command
-    found: list[Reading] = []
     while rest:
         program = PurePosixPath(rest[0].text).name
         if program == "srun":
@@ -161,31 +160,27 @@ def _command(reading: Reading, command: list[Token]) -> list[Reading]:
         elif program == "deepspeed":
             reading.put("launcher", "deepspeed", Leaf("deepspeed", True, rest[0].line))
             rest = _after_options(rest[1:], reading, _torchrun_option)
+        elif program in _PREFIXES:
+            rest = _from_program(rest[1:])
         else:
-            found = _program(reading, program, rest)
-            if found or _wrapped(program):
-                break
-            rest = rest[1:] if program in ("exec", "env", "time", "singularity", "apptainer") else []
-            if program in ("singularity", "apptainer"):
-                rest = _inside_container(rest)
-    return found
+            return _program(reading, program, rest)
+    return []
 
 
-def _wrapped(program: str) -> bool:
-    return program in ("echo", "cat", "cd", "mkdir", "module", "source", "sbatch")
+_PREFIXES = frozenset({"singularity", "apptainer", "podman", "docker", "env", "exec", "time", "nohup", "numactl"})
+_PREFIXES |= {"then", "do", "else", "!", "{", "if"}
+"""Words before a command that start it, or that a shell's grammar puts there."""
+
+
+def _from_program(rest: list[Token]) -> list[Token]:
+    """Words from the first one that names a program we know: what a container runs, behind its options and image."""
+    names = (PurePosixPath(token.text).name for token in rest)
+    return next((rest[index:] for index, name in enumerate(names) if _PROGRAMS.fullmatch(name)), [])
 
 
 def _module(rest: list[Token], *modules: str) -> bool:
     program = PurePosixPath(rest[0].text).name
     return bool(_PYTHON.fullmatch(program)) and len(rest) > 2 and rest[1].text == "-m" and rest[2].text in modules
-
-
-def _inside_container(rest: list[Token]) -> list[Token]:
-    """What a container runs: the words after the image."""
-    for index, token in enumerate(rest):
-        if token.text.endswith((".sif", ".simg")) or token.text.startswith("docker://"):
-            return rest[index + 1 :]
-    return []
 
 
 _PROGRAMS = re.compile(r"(python[\d.]*|torchrun|accelerate|deepspeed|axolotl|swift|megatron|trl|gatewright"

@@ -6,6 +6,7 @@ from gatewright.preflight.fault import Fault, Rule, add_after, drop, set_to
 from gatewright.preflight.job import Job
 
 _JOB_ID = re.compile(r"SLURM_JOB_?ID|SLURM_ARRAY_JOB_ID|%[jA]\b|\$\(date|`date|\{now|%Y")
+_CHANGING = re.compile(r"[-_.]*(\$\{?SLURM_\w+\}?|%[jA]|\$\([^)]*\)|`[^`]*`)")
 STARTUP_S = 600
 """Allowed for loading and compiling before step 1 where nobody measured it."""
 
@@ -22,12 +23,14 @@ def job_id_in_output_dir(job: Job) -> Fault | None:
     at step 0. Name it by the run."""
     if not _JOB_ID.search(job.output_dir.get("")):
         return None
-    fixed = re.sub(r"[-_./]*(\$\{?SLURM_\w+\}?|%[jA]|\$\([^)]*\)|`[^`]*`)", "", job.output_dir.get("")) or "run"
+    parent, _, last = job.output_dir.get("").rstrip("/").rpartition("/")
+    last = _CHANGING.sub("", last) or "run"
+    parent = _CHANGING.sub("", parent)
     return Fault(
         f"the output folder {job.output_dir.value} changes with every job, so a resumed run starts at step 0",
         (job.output_dir,),
         "name the folder by the run, and put the job id into the log's name only",
-        set_to(job.output_dir, fixed),
+        set_to(job.output_dir, f"{parent}/{last}" if parent else last),
     )
 
 
