@@ -1,4 +1,4 @@
-"""What is read from a script: launchers, containers, variables, arrays, quotes, here-documents, and the line of each."""
+"""What is read from a script: launchers, containers, variables, arrays, quotes, here-documents, each with its line."""
 
 import time
 from pathlib import Path
@@ -34,8 +34,9 @@ def read(text: str, folder: Path) -> Job:
         f"cd /work && python {TRAIN} 2>&1 | tee log",
         f"if true; then python {TRAIN}; fi",
         f"exec numactl --interleave=all python {TRAIN}",
-        f"ARGS='--max_length 2048'\npython sft.py --model_name_or_path Qwen/Qwen3-8B $ARGS --output_dir out",
-        'ARGS=(\n  --max_length 2048  # tokens\n  --output_dir out\n)\npython sft.py --model_name_or_path Qwen/Qwen3-8B "${ARGS[@]}"',
+        "ARGS='--max_length 2048'\npython sft.py --model_name_or_path Qwen/Qwen3-8B $ARGS --output_dir out",
+        "ARGS=(\n  --max_length 2048  # tokens\n  --output_dir out\n)\n"
+        'python sft.py --model_name_or_path Qwen/Qwen3-8B "${ARGS[@]}"',
         "A=--max_length\npython sft.py --model_name_or_path Qwen/Qwen3-8B $A=2048 --output_dir out",
         "python sft.py \\\n  --model_name_or_path Qwen/Qwen3-8B \\\n  --max_length 2048 \\\n  --output_dir out",
         f"cat > x.yaml <<EOF\nmax_length: don't\nEOF\npython {TRAIN}",
@@ -51,7 +52,8 @@ def test_the_training_command_is_found_behind_whatever_starts_it(command: str, t
 
 def test_each_word_keeps_the_line_it_was_written_on(tmp_path: Path) -> None:
     job = read(
-        "#!/bin/bash\nARGS=(\n  --max_length 2048\n)\npython sft.py \\\n  --model_name_or_path a \\\n  ${ARGS[@]} --output_dir 'x\ny'\n",
+        "#!/bin/bash\nARGS=(\n  --max_length 2048\n)\n"
+        "python sft.py \\\n  --model_name_or_path a \\\n  ${ARGS[@]} --output_dir 'x\ny'\n",
         tmp_path,
     )
     assert (job.max_tokens.line, job.model.line, job.output_dir.line) == (3, 6, 7)
