@@ -182,7 +182,20 @@ def inspect(
     from gatewright.data.inspect import inspect_data
 
     limit = int(max_tokens) if max_tokens is not None and max_tokens.isdecimal() else max_tokens
-    inspect_data(file, model=model, max_tokens=limit, capacity=capacity, console=Console())
+    knee = _knee_tokens(model)
+    inspect_data(file, model=model, max_tokens=limit, capacity=capacity, knee_tokens=knee, console=Console())
+
+
+def _knee_tokens(model: str) -> int | None:
+    """Where the model's attention costs as much as all the rest; None where its config has no exact formulas."""
+    from gatewright.planner.catalogue import find_shape
+    from gatewright.planner.time import knee_tokens
+    from gatewright.spec.errors import ModelError
+
+    try:
+        return knee_tokens(find_shape(model))
+    except ModelError:  # the page says so
+        return None
 
 
 @app.command()

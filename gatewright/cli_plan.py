@@ -109,7 +109,8 @@ def plan(
     files = {"--html": html, "--png": png}
     _refuse_pairs(given | money, subject=subject, overrides=overrides)
     if simulate:
-        _refuse_with("--simulate", files | {"--json": as_json, "--compare": compare, "--calibrate": calibrate})
+        many = {"--gpus": gpus is not None and gpus > 1, "--hours": hours, "--price": price, "--explain": explain}
+        _refuse_with("--simulate", files | {"--json": as_json, "--compare": compare, "--calibrate": calibrate} | many)
         _rehearse(subject, given, overrides=overrides or [])
         return
     if _is_run_file(subject):
@@ -237,14 +238,17 @@ def _print_fewest(question: Question, *, as_json: bool) -> None:
 
 
 def _rehearse(subject: str, given: dict[str, Any], *, overrides: list[str]) -> None:
-    quiet_libraries()
-
-    from gatewright.cli_rehearse import print_rehearsal, run_in_words
-
+    """Mistakes are found before torch is loaded."""
     if _is_run_file(subject):
         from gatewright.spec.read import read_run
 
-        print_rehearsal(read_run(Path(subject), overrides), config=None, document_tokens=None)
-        return
-    run, config = run_in_words(subject, given)
+        run, config = read_run(Path(subject), overrides), None
+    else:
+        from gatewright.planner.run_in_words import run_in_words
+
+        run, config = run_in_words(subject, given)
+    quiet_libraries()
+
+    from gatewright.cli_rehearse import print_rehearsal
+
     print_rehearsal(run, config=config, document_tokens=given.get("document_tokens"))

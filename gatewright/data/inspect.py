@@ -13,12 +13,15 @@ from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
+from gatewright.packing.gain import limit_gain, packing_gain
 from gatewright.packing.lengths import histogram, padded_fill, percentile
 from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
 
 WIDTH = 100
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 LIMITS = ("p99", "p95", "p90")
+SPEED_BATCH = 4
+"""Documents of a padded batch that limits are compared in."""
 DEFAULT_CAPACITY_TOKENS = 4096
 SHOWN_TOKENS = 1000
 """Tokens of the first document that are printed."""
@@ -30,13 +33,15 @@ def inspect_data(
     model: str,
     max_tokens: int | str | None = None,
     capacity: int | None = None,
+    knee_tokens: int | None = None,
     console: Console,
     root: Path = Path("runs/.tokens"),
 ) -> None:
     """Prints the page. The tokens stay below `root`, where a training run finds them again.
 
     max_tokens: a limit to look at besides p99, p95 and p90. capacity: tokens a micro-batch holds; by default the
-    longest document, or 4,096 if that is more.
+    longest document, or 4,096 if that is more. knee_tokens: length at which the model's attention costs as much as all
+    the rest, for the speed-ups; None leaves attention out of them.
 
     Raises DataError or ModelError for data, or a model folder, that cannot be used.
     """
@@ -48,9 +53,10 @@ def inspect_data(
     sections = {
         "": _totals(store, whole, model),
         "Length of the documents in tokens, how many there are, and their share of all tokens": _lengths(whole),
-        "Padding, if batches in random order were padded to their longest document": _padding(whole),
+        "Padding, if batches in random order were padded to their longest document": _padding(whole, knee_tokens),
         f"Packing into micro-batches of {capacity:,} tokens": _packing(whole, capacity),
         "Cost of a limit on the length (data.max_tokens), by policy (data.overlong)": _limits(store, whole, max_tokens),
+        "Speed-up of a limit, by truncating to it": _speed_ups(store, whole, max_tokens, knee_tokens),
     }
     for title, lines in sections.items():
         if title:
@@ -86,10 +92,13 @@ def _lengths(view: DocumentView) -> Iterator[str]:
     yield from (line.rstrip() for line in histogram(view.lengths, width=WIDTH - 2 - widest + 1))
 
 
-def _padding(view: DocumentView) -> Iterator[str]:
+def _padding(view: DocumentView, knee: int | None) -> Iterator[str]:
     waste = [1 - padded_fill(view.lengths, batch_size=size) for size in BATCH_SIZES]
     yield f"{'documents a batch':<18}" + "".join(f"{size:>9}" for size in BATCH_SIZES)
     yield f"{'padding':<18}" + "".join(f"{share:>9.1%}" for share in waste)
+    gains = [packing_gain(view.lengths, batch_size=size, knee_tokens=knee) for size in BATCH_SIZES]
+    yield f"{'packing instead':<18}" + "".join(f"{gain:>8.2f}×" for gain in gains)
+    yield _pricing(knee)
 
 
 def _packing(view: DocumentView, capacity: int) -> Iterator[str]:
@@ -115,6 +124,28 @@ def _limits(store: TokenStore, whole: DocumentView, wanted: int | str | None) ->
             f"{name:<18}{truncated.overlong_documents:>18,}{_lost(truncated.tokens_lost, tokens):>20}"
             f"{split.tokens_lost:>20,}{_lost(dropped.tokens_lost, tokens):>20}"
         )
+
+
+def _speed_ups(store: TokenStore, whole: DocumentView, wanted: int | str | None, knee: int | None) -> Iterator[str]:
+    """How much faster an epoch gets: in batches that are padded, in packs, and what halving is believed to give."""
+    longest = int(whole.lengths.max())
+    named = {f"{limit}": store.limit(limit, "truncate").max_tokens for limit in ([wanted] if wanted else [])}
+    named |= {limit: percentile(whole.lengths, float(limit[1:])) for limit in LIMITS}
+    if longest > 1:
+        named["half the longest"] = longest // 2
+    padded = f"padded by {SPEED_BATCH}"
+    yield f"{'limit':<26}{'if all were longest':>20}{padded:>16}{'packed':>12}{'truncating loses':>22}"
+    for name, limit in named.items():
+        gain = limit_gain(whole.lengths, limit, batch_size=SPEED_BATCH, knee_tokens=knee)
+        title = f"{limit:,}" if name.isdecimal() else f"{name} = {limit:,}"
+        lost = _lost(gain.tokens_lost, int(whole.lengths.sum()))
+        yield f"{title:<26}{gain.hoped:>19.2f}×{gain.padded:>15.2f}×{gain.packed:>11.2f}×{lost:>22}"
+
+
+def _pricing(knee: int | None) -> str:
+    if knee is None:
+        return "speed-ups count tokens only: the model's config is not one whose attention can be priced"
+    return f"speed-ups count arithmetic: attention costs as much as all the rest at documents of {knee:,} tokens"
 
 
 def _lost(lost: int, tokens: int) -> str:

@@ -21,12 +21,17 @@ def percentile(lengths_N: IntArray, percent: float) -> int:
 
 def padded_fill(lengths_N: IntArray, *, batch_size: int, seed: int = 0) -> float:
     """Share of tokens in batches of `batch_size` documents in random order, each padded to its longest: 0 to 1."""
+    slots = int(padded_lengths(lengths_N, batch_size=batch_size, seed=seed).sum())
+    return int(lengths_N.sum()) / slots if slots else 1.0
+
+
+def padded_lengths(lengths_N: IntArray, *, batch_size: int, seed: int = 0) -> IntArray:
+    """[documents] slots that each takes in batches of `batch_size` in random order, padded to their longest."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths_N))
     starts = np.arange(0, len(lengths_N), batch_size)
     sizes = np.diff(np.append(starts, len(lengths_N)))
     longest = np.maximum.reduceat(lengths_N[order], starts) if len(starts) else starts
-    slots = int((longest * sizes).sum())
-    return int(lengths_N.sum()) / slots if slots else 1.0
+    return np.repeat(longest, sizes)
 
 
 def histogram(lengths_N: IntArray, *, width: int = 60) -> list[str]:

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gatewright.planner.job import Job
 from gatewright.planner.memory_states import kinds_of, shares, states, weight_bytes
 from gatewright.planner.policy import find_policy
 from gatewright.spec.hardware import Cluster
 from gatewright.spec.plan import TimeEstimate
-from gatewright.spec.shape import Attention, TensorGroup
+from gatewright.spec.shape import Attention, ModelShape, TensorGroup
 
 B = 2
 """Bytes of an activation."""
@@ -103,6 +103,18 @@ def flops_per_token(job: Job) -> tuple[float, float, float]:
     repeated = {"none": 0.0, "per_op": 0.3, "alternate": 0.5, "full": 1.0}[job.checkpointing]
     again = repeated * (forward - head + attention + adapters)
     return forward * (1 + backward) + 3 * adapters, attention * 3.5, again
+
+
+def knee_tokens(shape: ModelShape, *, tokens: int = 8192) -> int:
+    """Length of a document at which attention costs as much as everything else, in LoRA with full recomputation.
+
+    Attention within a window, or over compressed keys, is taken as it is at `tokens`, so the knee is farther out.
+    """
+    job = Job(shape=shape, method="lora", attention_tokens=tokens)
+    products, attention, again = flops_per_token(job)
+    short = sum(flops_per_token(replace(job, attention_tokens=1)))
+    growth = (products + attention + again - short) / tokens
+    return max(1, round(short / growth)) if growth > 0 else 10**9
 
 
 def group_flops(group: TensorGroup) -> int:

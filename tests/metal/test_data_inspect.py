@@ -50,9 +50,22 @@ def test_page(place):
         r"at least \d+ are needed for the sum of tokens, \d+ for what fits together",
         r"\n  256 +[1-9]\d* +[\d,]+ \(\d+\.\d%\) +\d+ +[\d,]+ \(\d+\.\d%\)\n",
         r"p99 = [\d,]+ +2 ",
+        r"packing instead +1\.00× +1\.\d\d× +1\.\d\d×",
+        r"speed-ups count tokens only",
+        r"\n  256 +[2-9]\.\d\d× +1\.\d\d× +1\.\d\d× +[\d,]+ \(\d+\.\d%\)\n",
+        r"half the longest = [\d,]+ +2\.0\d× +1\.\d\d× +1\.\d\d×",
     ):
         assert re.search(needed, text), needed
     assert "Count [bold]0[/bold].<|im_end|>\n<|im_start|>assistant\n⟦one two three <|im_end|>⟧" in text
+
+
+def test_attention_makes_speed_ups_larger(place):
+    text = page(place, knee_tokens=100)
+    assert "attention costs as much as all the rest at documents of 100 tokens" in text
+    with_attention, without = (
+        float(re.search(r"packing instead.* (\d+\.\d\d)×\n", page(place, knee_tokens=knee))[1]) for knee in (100, None)
+    )
+    assert with_attention > without > 1.5
 
 
 def test_colour_takes_the_place_of_marks(place):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from gatewright.planner.ask import ask
 from gatewright.planner.catalogue import find_gpu, find_shape, gpus
 from gatewright.planner.job import Job
-from gatewright.planner.plan import plan, which_gpus
-from gatewright.report.plan_text import WIDTH, as_json, bar, render_fewest, render_plan
+from gatewright.planner.plan import compare, plan, which_gpus
 from gatewright.planner.search import Question
 from gatewright.planner.time import calibrated, estimate_time
+from gatewright.report.plan_text import WIDTH, as_json, bar, render_comparison, render_fewest, render_plan
 from gatewright.spec.hardware import Cluster, Node
 from gatewright.spec.plan import Part, Phase
 
@@ -30,14 +31,27 @@ def does_not_fit() -> str:
     return render_plan(plan("DeepSeek-V4-Pro", gpu="h200", gpus=4, rank=16))
 
 
-@pytest.mark.parametrize(("name", "text"), [("plan_fits.txt", fits), ("plan_too_large.txt", does_not_fit)])
+def compared() -> str:
+    question = ask("Qwen3-30B-A3B", gpu="h200", rank=32, targets=("attention", "experts"), hours=10)
+    return render_comparison(compare(question, gpus=1, methods=("lora", "qlora", "full")))
+
+
+GOLDENS = {"plan_fits.txt": fits, "plan_too_large.txt": does_not_fit, "plan_compare.txt": compared}
+
+
+@pytest.mark.parametrize(("name", "text"), GOLDENS.items())
 def test_golden(name: str, text) -> None:  # type: ignore[no-untyped-def]
     """Regenerate on purpose: python tests/paper/test_plan_text.py"""
     assert text() == (GOLDEN / name).read_text(encoding="utf-8")
 
 
 def test_the_answer_is_in_the_first_line_and_no_line_is_wide() -> None:
-    for text in (fits(), does_not_fit(), render_plan(plan("Qwen3-8B", gpu="h100", method="full"), explain=True)):
+    for text in (
+        fits(),
+        does_not_fit(),
+        compared(),
+        render_plan(plan("Qwen3-8B", gpu="h100", method="full"), explain=True),
+    ):
         assert text.startswith(("fits: ", "does not fit: "))
         assert max(map(len, text.splitlines())) <= WIDTH
         assert "nan" not in text.lower() and not re.search(r" -\d", text)
@@ -77,5 +91,5 @@ def test_a_measured_step_replaces_the_assumed_efficiency() -> None:
 
 
 if __name__ == "__main__":
-    (GOLDEN / "plan_fits.txt").write_text(fits(), encoding="utf-8")
-    (GOLDEN / "plan_too_large.txt").write_text(does_not_fit(), encoding="utf-8")
+    for name, text in GOLDENS.items():
+        (GOLDEN / name).write_text(text(), encoding="utf-8")

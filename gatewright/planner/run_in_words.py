@@ -1,0 +1,62 @@
+"""The run that a question in words would be, for a rehearsal of the trainer's own step."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gatewright.planner.ask import DEFAULT_RANK, DEFAULT_TARGETS, DEFAULT_TOKENS, known_choice, within_limits
+from gatewright.planner.catalogue import find_model
+from gatewright.spec.errors import UserError
+from gatewright.spec.run import Run
+from gatewright.spec.shape import TARGET_ROLES
+
+TAKEN = (
+    "gpu",
+    "method",
+    "rank",
+    "targets",
+    "tokens",
+    "document_tokens",
+    "tokens_per_step",
+    "checkpointing",
+)
+"""Options that a rehearsal follows; the GPU decides nothing, since one process is rehearsed."""
+CHECKPOINTING = {"none": "none", "alternate": "selective", "full": "full"}
+
+
+def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any] | None]:
+    """A run that trains as the options say, and the catalogue's config where the model is no folder."""
+    for name in given:
+        if name not in TAKEN:
+            raise UserError(f"--{name.replace('_', '-')} does not go with --simulate; leave one out.")
+    tokens = given.get("tokens", DEFAULT_TOKENS)
+    within_limits(tokens=tokens, rank=given.get("rank"), document_tokens=given.get("document_tokens"))
+    method = given.get("method", "lora")
+    if method == "qlora":
+        raise UserError("--simulate runs the trainer's own step, which has no 4-bit weights; leave out --method qlora.")
+    known_choice("method", method, ("lora", "full"))
+    checkpointing = given.get("checkpointing", "full")
+    known_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))
+    path = Path(model)
+    folder = path.parent if path.is_file() else path
+    config = None if folder.is_dir() and path.exists() else find_model(model).config
+    targets = [item.strip() for item in given.get("targets", "").split(",") if item.strip()] or list(DEFAULT_TARGETS)
+    for target in targets:
+        known_choice("targets", target, tuple(TARGET_ROLES))
+    adapter = {"rank": given.get("rank", DEFAULT_RANK), "targets": targets}
+    run = Run.model_validate(
+        {
+            "run": "rehearsal",
+            "model": {"path": str(folder) if config is None else model},
+            "method": {} if method == "full" else {"adapter": adapter},
+            "data": {"train": "rehearsal", "max_tokens": given.get("document_tokens", tokens)},
+            "train": {
+                "tokens_per_step": given.get("tokens_per_step", 2 * tokens),
+                "micro_batch_tokens": tokens,
+                "steps": 1,
+                "lr": 1e-4,
+                "checkpointing": CHECKPOINTING[checkpointing],
+            },
+        }
+    )
+    return run, config
