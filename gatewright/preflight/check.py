@@ -5,10 +5,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gatewright.planner.catalogue import find_gpu
 from gatewright.preflight.ask import ask_planner
 from gatewright.preflight.catalogue import FAMILY, RULES
 from gatewright.preflight.fault import Edit, Fault, Rule
 from gatewright.preflight.gather import Gathered, Given, gather
+from gatewright.preflight.job import Written
 from gatewright.preflight.reading import Unread
 from gatewright.preflight.rules import files
 from gatewright.preflight.source import Source, hide
@@ -67,11 +69,13 @@ def check(
     """Judge files together, and the files that they name.
 
     `select` and `ignore` are codes, beginnings of codes (GW2) or names of rules; none selected means all.
-    Raises UserError for a rule that does not exist; whatever is wrong with a file is a finding.
+    Raises UserError for a rule or a GPU that does not exist; whatever is wrong with a file is a finding.
     """
     given = given or Given()
     for name in (*select, *ignore):
         _known(name)
+    if given.gpu is not None:
+        find_gpu(given.gpu)
     found = gather([Path(path) for path in paths], given=given)
     job = ask_planner(found.job)
     rules = [rule for rule in RULES if wanted(rule, select, ignore)]
@@ -81,7 +85,7 @@ def check(
     kept = [(rule, fault) for rule, fault in judged if not is_ignored(rule, fault, ignores)]
     kept.sort(key=lambda pair: _order(*pair))
     return Verdict(
-        files=tuple(dict.fromkeys([*found.names, *(name for name, _ in found.unreadable)])),
+        files=tuple(dict.fromkeys(found.names)),
         tools=tuple(sorted(job.tools)),
         findings=tuple(finding(rule, fault, found) for rule, fault in kept),
         repairs=tuple(Repair(rule.code, fault.edit, rule.safe) for rule, fault in kept if fault.edit is not None),
@@ -117,8 +121,11 @@ def _known(name: str) -> None:
 
 
 def file_faults(found: Gathered) -> Iterator[tuple[Rule, Fault]]:
-    for _, why in found.unreadable:
-        yield files.UNREADABLE, Fault(why, (), "give a config, an sbatch script or a folder of weights")
+    for name, why in found.unreadable:
+        yield (
+            files.UNREADABLE,
+            Fault(why, (Written(None, "", name, 0),), "give a config, an sbatch script or a folder of weights"),
+        )
     for twice in found.twice:
         yield files.TWICE, Fault(f"{twice.key} is {twice.why}", (twice.written,), "keep one")
     for said in found.not_found:

@@ -64,8 +64,9 @@ class Gathered:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Files and folders that were read."""
-        return (*(source.name for source in self.sources), *(folder.name for folder in self.job.folders))
+        """Files and folders that were given or named."""
+        read = (*(source.name for source in self.sources), *(folder.name for folder in self.job.folders))
+        return (*read, *(name for name, _ in self.unreadable))
 
 
 def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
@@ -84,7 +85,7 @@ def gather(paths: Sequence[Path], *, given: Given) -> Gathered:
             if named_by is not None and not isfile(path):
                 found.not_found.append(named_by)
                 continue
-        except (OSError, ValueError) as error:  # a name that no file can have
+        except (OSError, ValueError, RuntimeError) as error:  # a link to itself, or a name that no file can have
             found.unreadable.append((name[:200], f"{name[:200]!r} names no file: {error}"))
             continue
         try:

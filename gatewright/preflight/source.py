@@ -52,6 +52,8 @@ def read_source(path: Path, name: str = "") -> Source:
     """The text of a config file, 256 KiB at most. Raises UnreadableFile, which says what to give instead."""
     name = name or str(path)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would wait for ever
+            raise UnreadableFile(f"{name} is no regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:

@@ -79,6 +79,8 @@ def test_select_and_ignore_take_codes_beginnings_and_names(tmp_path: Path) -> No
     assert "GW304" not in codes(verdict(BROKEN, tmp_path, {}, ignore=["gw30"]))
     with pytest.raises(UserError, match="did you mean"):
         check([tmp_path / "axolotl.yaml"], select=["dropout-on-target-parameter"])
+    with pytest.raises(UserError, match="No GPU is called"):
+        check([tmp_path / "axolotl.yaml"], given=Given(gpu="h2000x"))
 
 
 @pytest.mark.parametrize(
@@ -271,8 +273,12 @@ def test_a_bad_file_is_one_finding_with_its_name(name: str, tmp_path: Path) -> N
 
 
 def test_a_folder_and_a_missing_file_are_findings(tmp_path: Path) -> None:
-    found = check([tmp_path / "none.yaml", Path("\0"), tmp_path / ("x" * 5000)])
-    assert codes(found) == ["GW001"] * 3
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder").mkdir()
+    names = ["none.yaml", "loop.yaml", "pipe.yaml", "folder", "x" * 5000, "\0"]
+    found = check([tmp_path / name for name in names])
+    assert codes(found) == ["GW001"] * len(names)
     assert found.exit_code == 1
 
 

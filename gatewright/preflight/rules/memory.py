@@ -56,7 +56,7 @@ def long_rows_out_of_memory(job: Job) -> Fault | None:
     if over <= 0:
         return None
     return Fault(
-        f"a micro-batch of {job.micro_batch.get(1)} rows of {job.max_tokens.get(0):,} tokens is {over / GIB:.1f} GiB "
+        f"{job.micro_batch.get(1)} × {job.max_tokens.get(0):,} tokens in one micro-batch are {over / GIB:.1f} GiB "
         f"short at the {job.memory.peak.name} ({_largest_parts(job)} GiB of {_usable_bytes(job) / GIB:.1f})",
         (job.max_tokens, job.micro_batch),
         _remedy(job),
