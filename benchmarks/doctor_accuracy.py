@@ -5,8 +5,11 @@ numbers reported there, other messages are machine output with names and paths m
 (`kind`, and `oom_cause` for out-of-memory): `diagnosis_basis` says whether the thread confirmed it.
 
 A case counts where it has a message, that is, where `message_basis` is not a summary in somebody's words. Right: the
-kind of the root is the label. Unknown: the doctor names no cause. Wrong: another kind. The cases are split by a hash
-of their ids; the rules were written with one half in view, the other half was only scored.
+kind of the root is the label. Unknown: the doctor names no cause. Wrong: another kind.
+
+The cases are split by a hash of their ids. The rules were written with the texts of one half in view. Of the other half
+no text was read; the first score on it was 57 of 64 kinds (2 wrong) and 12 of 18 causes. After that the labels it
+missed, not their texts, and for one threshold (ABSURD_RATIO) two ratios were looked at, so its later figures flatter.
 """
 
 import argparse
