@@ -8,6 +8,8 @@ from gatewright.preflight.job import Written
 from gatewright.preflight.source import Leaf
 from gatewright.spec.keys import nearest
 
+MAX_SUGGESTIONS = 20
+"""Unknown keys of one file for which the nearest known one is looked up."""
 LARGEST = 10**9
 SIZES_TEXT = """
 micro_batch accumulation global_batch eval_batch max_tokens lora_rank tp pp cp ep etp ranks launcher_processes
@@ -163,6 +165,6 @@ def understand(reading: Reading, leaves: Iterable[Leaf], *, table: Table, known:
                 why = f"got {str(leaf.value)[:60]!r}, wanted {wanted}"
                 reading.unread.append(Unread(leaf.key, reading.file, leaf.line, why))
         elif top not in known:
-            near = nearest(top, known, cutoff=0.8)
+            near = nearest(top, known, cutoff=0.8) if len(reading.unread) < MAX_SUGGESTIONS else None
             why = f"{reading.tool} has no such key" + (f"; did you mean {near}?" if near else "")
             reading.unread.append(Unread(leaf.key, reading.file, leaf.line, why))

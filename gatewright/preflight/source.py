@@ -2,6 +2,7 @@
 
 import json
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
@@ -124,6 +125,7 @@ class _Json:
     def __init__(self, source: Source) -> None:
         self._source, self._text = source, source.text
         self._document = Document()
+        self._newlines = [match.start() for match in re.finditer("\n", source.text)]
 
     def document(self) -> Document:
         self._document.value, end = self._value(self._skip(0), ())
@@ -198,7 +200,7 @@ class _Json:
         return match.end()
 
     def _line(self, at: int) -> int:
-        return self._text.count("\n", 0, at) + 1
+        return bisect_left(self._newlines, at) + 1
 
     def _refused(self, at: int, sentence: str) -> UnreadableFile:
         return UnreadableFile(f"{self._source.name}:{self._line(at)}: {sentence}")

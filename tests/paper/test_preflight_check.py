@@ -294,6 +294,24 @@ def test_a_script_that_doubles_its_variables_stays_small(tmp_path: Path) -> None
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("keys.yaml", "base_model: x\n" + "".join(f"k{number}: 1\n" for number in range(20_000))),
+        ("items.yaml", "base_model: x\nlist: [" + "{a: 1}," * 30_000 + "]\n"),
+        ("numbers.json", '{"zero_optimization": {"stage": 2}, "x": [' + "1," * 120_000 + "1]}"),
+        ("exports.sh", "#!/bin/bash\n" + "export A=1\n" * 20_000),
+        ("quotes.sh", "#!/bin/bash\n" + 'x "\n' * 50_000),
+    ],
+)
+def test_a_file_of_the_largest_size_is_read_in_seconds(name: str, text: str, tmp_path: Path) -> None:
+    start = time.process_time()
+    found = verdict([(name, text)], tmp_path, {})
+    assert found.exit_code == 0
+    assert len(render_text(found)) < 5000
+    assert time.process_time() - start < 6
+
+
 def test_files_that_name_each_other_end(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 20):
         (tmp_path / f"{number}.sh").write_text(f"#!/bin/bash\naxolotl train {number + 1}.sh.yaml\n")
