@@ -36,8 +36,8 @@ LIMITS: dict[str, int] = {
     "document_tokens": 10**8,
     "tokens_per_step": 10**12,
     "steps": 10**9,
-    "hours": 10**6,
-    "price": 10**5,
+    "hours": 10**5,
+    "price": 10**3,
 }
 """Beyond these a number is a slip of the pen, not a plan."""
 SIZES = ("ep", "etp", "tp", "pp", "cp", "dp_replicate")

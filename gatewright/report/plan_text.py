@@ -86,7 +86,7 @@ def subject(plan: Plan) -> list[str]:
     if plan.chosen is not None:
         fewest = f"; fewest that fit: {plan.fewest_gpus}" if plan.fewest_gpus else ""
         lines.append(f"layout    {plan.chosen.layout}{fewest}")
-    return lines
+    return [row for line in lines for row in textwrap.wrap(line, WIDTH, subsequent_indent=" " * 10)]
 
 
 def memory_lines(plan: Plan, memory: MemoryEstimate) -> list[str]:
@@ -99,7 +99,7 @@ def memory_lines(plan: Plan, memory: MemoryEstimate) -> list[str]:
         lines.append(f"  {phase.name:9s}{gib(phase.bytes):>8s}  {bar(phase, scale)}{mark}")
     parts = sorted(memory.peak.parts, key=lambda part: -part.bytes)
     shown = [f"{part.name} {gib(part.bytes)}" for part in parts if part.bytes >= 0.005 * GIB]
-    lines += textwrap.wrap("at the peak: " + ", ".join(shown), WIDTH, initial_indent="  ", subsequent_indent="    ")
+    lines += indented("at the peak: " + ", ".join(shown))
     for interval in (memory.allocated, memory.reserved, memory.device):
         low, high = gib(interval.low_bytes), gib(interval.high_bytes)
         lines.append(f"  {interval.metric:9s}{gib(interval.bytes):>8s}  {low} to {high} GiB in nine runs of ten")
@@ -128,8 +128,8 @@ def time_lines(time: TimeEstimate, cost: CostEstimate | None) -> list[str]:
     rate = time.tokens_per_s
     lines = [
         f"step      {seconds(time.step_s)} for {time.tokens_per_step:,} tokens, {rate:,.0f} tokens/s",
-        "  " + ", ".join(f"{name} {seconds(value)}" for name, value in time.terms if value >= 0.005 * time.step_s),
-        *textwrap.wrap(efficiency_text(time), WIDTH, initial_indent="  ", subsequent_indent="  "),
+        *indented(", ".join(f"{name} {seconds(value)}" for name, value in time.terms if value >= 0.005 * time.step_s)),
+        *indented(efficiency_text(time)),
     ]
     lines.append("cost      give --hours or --steps" if cost is None else cost_line(cost))
     return lines
@@ -157,7 +157,7 @@ def cost_line(cost: CostEstimate) -> str:
 
 def candidate_line(plan: Plan, item: Candidate) -> str:
     assert item.memory is not None and item.time is not None
-    price = f"{item.cost.usd:9,.0f} $" if item.cost is not None and item.cost.usd is not None else ""
+    price = f" {dollars(item.cost.usd):>10s}" if item.cost is not None and item.cost.usd is not None else ""
     room = plan.gpu_memory_bytes - item.memory.device.bytes
     return (
         f"  {item.layout[:44]:44s} {gib(item.memory.device.bytes):>6s} GiB, {gib(room):>5s} free, "
@@ -170,7 +170,7 @@ def misses(rejected: Iterable[Candidate]) -> list[str]:
     for item in rejected:
         refusal = next(iter(item.refusals), None)
         reason = f"{refusal.rule}: {refusal.reason}" if refusal else "; ".join(item.reasons)
-        lines += textwrap.wrap(f"{item.layout}: {reason}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += indented(f"{item.layout}: {reason}")
     return lines
 
 
@@ -184,12 +184,16 @@ def explanation(memory: MemoryEstimate) -> list[str]:
     return lines
 
 
+def indented(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
 def wrapped(title: str, sentences: Sequence[str]) -> list[str]:
     if not sentences:
         return []
     lines = ["", title]
     for sentence in sentences:
-        lines += textwrap.wrap(sentence, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += indented(sentence)
     return lines
 
 
@@ -234,7 +238,7 @@ def comparison_row(plan: Plan) -> str:
     usd = item.cost.usd if item and item.cost else None
     return (
         f"{count(plan.trainable_parameters):>10s}{used:>8s}{room:>11s}{plan.fewest_gpus or '-':>8}{step:>10s}"
-        f"{'-' if usd is None else f'{usd:,.0f} $':>10s}"
+        f"{'-' if usd is None else dollars(usd):>10s}"
     )
 
 
@@ -313,6 +317,10 @@ def gib(size: int) -> str:
 
 def count(parameters: int) -> str:
     return f"{parameters / GB:.2f} B" if parameters >= GB else f"{parameters / 1e6:.2f} M"
+
+
+def dollars(usd: float) -> str:
+    return f"{usd:,.0f} $" if usd < 1e7 else f"{usd / 1e6:,.0f} M$"
 
 
 def seconds(value: float) -> str:

@@ -275,7 +275,7 @@ def test_random_questions_are_answered_or_refused_in_words(shell: Shell) -> None
     options = {
         "--gpus": ["1", "2", "3", "8", "24", "0"], "--rank": numbers, "--tokens": numbers,
         "--document-tokens": numbers, "--tokens-per-step": numbers, "--steps": numbers, "--hours": ["0", "1e-9", "72"],
-        "--price": ["0", "1e-5", "99999"], "--method": ["lora", "qlora", "full"], "--per-node": numbers,
+        "--price": ["0", "1e-5", "999"], "--method": ["lora", "qlora", "full"], "--per-node": numbers,
         "--targets": ["attention", "experts", "mlp,attention", ""], "--checkpointing": ["none", "full", "alternate"],
         "--attention": ["eager", "flash"], "--optimizer": ["adamw_8bit", "muon", "sgd"],
         "--framework": ["trl", "megatron", "unsloth"], "--backend": ["deepspeed", "megatron", "fsdp1"],
