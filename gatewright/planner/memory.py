@@ -12,7 +12,7 @@ from gatewright.planner.memory_gather import (
     unsharded_grads,
     visiting_experts,
 )
-from gatewright.planner.memory_layer import LayerWork, layer_work, sequence_split
+from gatewright.planner.memory_layer import LayerWork, layer_work, norm_op, sequence_split
 from gatewright.planner.memory_reserve import intervals
 from gatewright.planner.memory_states import Held, States, grad_shards, shares, stage_layers, states
 from gatewright.planner.policy import Policy, Types, find_policy
@@ -122,7 +122,7 @@ def phases_of(at: Stage) -> tuple[tuple[Phase, ...], int]:
     phases = (
         phase("load", load_parts(at)),
         phase("loss", loss_parts(at)),
-        phase("backward", max((backward_start_parts(at), backward_end_parts(at)), key=total)),
+        phase("backward", max((final_norm_parts(at), backward_start_parts(at), backward_end_parts(at)), key=total)),
         phase("step", step_parts(at)),
         phase("save", save_parts(at)),
     )
@@ -169,20 +169,38 @@ def load_parts(at: Stage) -> list[Part]:
     return parts
 
 
+def boundary_bytes(at: Stage) -> float:
+    """Of a block's input, a token."""
+    job, shape = at.job, at.job.shape
+    return at.policy.residual_bytes(job) * shape.hidden * shape.residual_streams / sequence_split(job)
+
+
+def recomputed(at: Stage, block: int) -> bool:
+    """Whether the block's forward pass runs again before its backward pass."""
+    if at.job.checkpointing == "alternate":
+        return block % 2 == at.policy.alternate_from
+    return at.job.checkpointing == "full"
+
+
+def waiting_by_block(at: Stage) -> list[tuple[float, float]]:
+    """Activations that wait for the backward pass, bytes a token: (of the block, those its own backward counts)."""
+    boundary, per_op = boundary_bytes(at), at.job.checkpointing == "per_op"
+    return [
+        (boundary, 0.0)
+        if recomputed(at, index)
+        else (boundary + work.kept_products, work.kept_products)
+        if per_op
+        else (work.kept, work.kept)
+        for index, work in enumerate(at.work)
+    ]
+
+
 def kept_bytes_per_token(at: Stage) -> float:
     """Activations that wait for the backward pass, of all blocks of the stage."""
-    job, policy, shape = at.job, at.policy, at.job.shape
-    boundary = policy.residual_bytes(job) * shape.hidden * shape.residual_streams / sequence_split(job)
-    if "activations" in job.offload:
+    if "activations" in at.job.offload:
         # Two blocks' worth is on the device, one leaving and one coming back.
-        return 2 * boundary if job.checkpointing == "full" else 2 * max(work.kept for work in at.work)
-    if job.checkpointing == "full":
-        return boundary * len(at.work)
-    if job.checkpointing == "alternate":
-        return sum(boundary if index % 2 else work.kept for index, work in enumerate(at.work))
-    if job.checkpointing == "per_op":
-        return sum(boundary + work.kept_products for work in at.work)
-    return sum(work.kept for work in at.work)
+        return 2 * (boundary_bytes(at) if at.job.checkpointing == "full" else max(work.kept for work in at.work))
+    return sum(kept for kept, _ in waiting_by_block(at))
 
 
 def kept_part(at: Stage) -> Part:
@@ -253,20 +271,44 @@ def block_parts(at: Stage, work: LayerWork) -> list[Part]:
     return parts
 
 
+def final_norm_parts(at: Stage) -> list[Part]:
+    """The norm before the head is differentiated while every block's activations wait."""
+    job = at.job
+    parts = resident_parts(at)
+    if not at.last:
+        return parts
+    norm = norm_op(job, at.policy, "final norm", job.shape.hidden / sequence_split(job))
+    parts += waiting_grads(at)
+    if not at.grads_wait and not at.types.grad_persists:
+        parts.append(part("gradient of the head", head_grad_bytes(at)))
+    return [*parts, kept_part(at), part("final norm", (norm.keeps + norm.grads) * job.micro_batch_tokens)]
+
+
 def backward_start_parts(at: Stage) -> list[Part]:
-    """The last block is recomputed and differentiated while every other block's activations wait."""
-    job, tokens = at.job, at.job.micro_batch_tokens
+    """A block is differentiated (and recomputed) while the activations of those before it wait: the last, as a rule."""
     parts = resident_parts(at)
     parts += waiting_grads(at)
     if not at.grads_wait and not at.types.grad_persists and at.last:
         parts.append(part("gradient of the head", head_grad_bytes(at)))
     if at.worst is None:
         return parts
-    waiting = kept_part(at)
-    if job.checkpointing in ("none", "per_op"):
-        own = at.worst.kept if job.checkpointing == "none" else at.worst.kept_products
-        waiting = part(waiting.name, max(0.0, waiting.bytes - own * tokens), waiting.formula)
-    return [*parts, waiting, *block_parts(at, at.worst)]
+    waiting, work = fullest_block(at)
+    kept = kept_part(at)
+    return [*parts, part(kept.name, waiting * at.job.micro_batch_tokens, kept.formula), *block_parts(at, work)]
+
+
+def fullest_block(at: Stage) -> tuple[float, LayerWork]:
+    """The block in whose backward pass the stage is fullest, and the bytes a token that wait meanwhile."""
+    assert at.worst is not None
+    every = kept_bytes_per_token(at) * at.in_flight
+    by_block = waiting_by_block(at)
+    if "activations" in at.job.offload:
+        return max(0.0, every - max(own for _, own in by_block)), at.worst
+    waiting, found = every, []
+    for (kept, own), work in zip(reversed(by_block), reversed(at.work), strict=True):
+        found.append((waiting - own, work))
+        waiting -= kept
+    return max(found, key=lambda item: item[0] + item[1].backward)
 
 
 def backward_end_parts(at: Stage) -> list[Part]:

@@ -6,6 +6,7 @@ sum of what is still kept and what is in flight. Widths: h residual stream, i ML
 activation, r bytes of a residual.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from gatewright.planner.policy import Policy
 from gatewright.spec.shape import Attention, Layer, Mlp, TensorRole
 
 FP32 = 4
+INDEX = 8
+"""Bytes of an integer that says where a row goes."""
 LOOP_IMBALANCE = 2.0
 """Tokens of the busiest expert over the mean, where experts run one after another."""
 
@@ -144,10 +147,27 @@ def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list
             name="attention",
             keeps=core_keeps + scores,
             product=b * (q + kv / 2 + o),
-            grads=b * (q + kv + o) + policy.attention_workspace_bytes * q + score_grads,
+            grads=b * (q + kv + o) + attention_workspace(job, policy, attention) + score_grads,
         ),
         Op(name="output projection", keeps=max(0.0, out_input - shared), grads=b * o),
     ]
+
+
+def attention_workspace(job: Job, policy: Policy, attention: Attention) -> float:
+    """What the kernel's backward allocates beside its gradients.
+
+    The query's gradient is summed in fp32. Deterministic, FlashAttention gives each wave of multiprocessors that heads
+    and documents leave idle a sum of its own (flash_api.cpp: mha_varlen_bwd), and keys and values that queries share
+    have a gradient for every query head.
+    """
+    heads = attention.heads / job.layout.tp
+    q = heads * attention.qk_dim
+    if not policy.attention_multiprocessors:
+        return policy.attention_workspace_bytes * q
+    documents = math.ceil(job.micro_batch_tokens / min(job.attention_tokens or job.row_tokens, job.row_tokens))
+    sums = math.ceil(policy.attention_multiprocessors / (documents * heads)) if job.attention == "flash" else 1
+    shared = policy.activation_bytes * (q + heads * attention.v_dim) if attention.kv_heads < attention.heads else 0.0
+    return policy.attention_workspace_bytes * q * sums + FP32 * heads + shared
 
 
 def qkv_modules(attention: Attention) -> list[tuple[str, ...]]:
@@ -276,6 +296,8 @@ def router_op(job: Job, policy: Policy, mlp: Mlp) -> Op:
 
 def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     """Tokens copied once a chosen expert, the experts' MLP on the copies, their weighted sum."""
+    if policy.lean_experts(job) and not trains(job, "routed_experts"):
+        return lean_expert_ops(job, policy, mlp)
     b, layout = policy.activation_bytes, job.layout
     visits = mlp.top_k * job.imbalance / sequence_split(job)
     h = job.shape.hidden
@@ -301,3 +323,26 @@ def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     )
     ops = [dispatch, *inner, combine]
     return [replace(op, recomputed_by=(*op.recomputed_by, "moe")) for op in ops]
+
+
+def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
+    """Frozen experts as model/experts.py runs them: forward keeps x, the routing and the up-projection of each row.
+
+    Their one backward makes act(gate), the weighted product before the down-projection and the sorted copies of x
+    again, and holds the local tensors to its end. Fullest in one of two places: at the activation's gradient, or at
+    the up-projection's, where x, its gradient and the adapter's part of that are as wide as the residual.
+    """
+    b, layout = policy.activation_bytes, job.layout
+    visits = mlp.top_k * job.imbalance / sequence_split(job)
+    h, i = job.shape.hidden, mlp.width / layout.etp
+    gates = mlp.matrices - 1
+    adapts = adapted(job, "routed_experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
+    entry = h * visits if layout.ep > 1 else h / sequence_split(job)
+    made = 3 * i  # the product of the activation, the same weighted, and the gradient of that
+    activation = made + i + (2 * gates * i if gates > 1 else i)
+    up = made + gates * i + (3 if adapts else 2) * h
+    down = made + (gates - 1) * i + (i if adapts else 0) + h
+    sent = h if layout.ep > 1 else 0
+    keeps = b * entry + visits * (b * gates * i + 2 * INDEX + b)
+    grads = b * visits * (max(activation, up, down) + sent)
+    return [Op(name="experts", keeps=keeps, grads=grads, recomputed_by=("moe",))]

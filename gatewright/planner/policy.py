@@ -49,8 +49,13 @@ class Policy:
     """prepare_model_for_kbit_training: norms and embeddings in fp32, so the residual stream is too (not under FSDP)."""
     double_quant: bool = False
     """4-bit scales are themselves stored in 8 bits."""
-    experts: Literal["grouped", "loop"] = "grouped"
-    """loop: one expert after another, so only one expert's gradients (and dequantised weights) live at a time."""
+    experts: Literal["grouped", "grouped-lean", "loop"] = "grouped"
+    """grouped-lean: frozen experts keep their input and the up-projection alone, the backward pass makes the rest
+    again. loop: one expert after another, so only one expert's gradients (and dequantised weights) live at a time."""
+    biased_expert_families: tuple[str, ...] = ()
+    """Families whose experts have biases or norms of their own, which grouped-lean does not cover."""
+    alternate_from: int = 1
+    """First block recomputed where every second one is."""
     bf16_logits_families: tuple[str, ...] = ()
     """Families whose logits are never cast to fp32 for the loss."""
     adapter_copies_input: bool = False
@@ -60,6 +65,8 @@ class Policy:
     """Families whose keys and values are expanded to the query heads before the kernel."""
     attention_workspace_bytes: float = 4
     """FlashAttention accumulates the query's gradient in fp32."""
+    attention_multiprocessors: int = 0
+    """Of the GPU that FlashAttention's deterministic backward fills with sums of the query's gradient; 0: one sum."""
     score_kept_bytes: float = 6
     score_grad_bytes: float = 8
     combine_kept_copies: float = 1
@@ -136,6 +143,9 @@ class Policy:
         types = self.sharded.get(f"{kind}_{engine.get(job.layout.sharding, 'none')}")
         return types or (self.full if kind == "full" else self.adapter)
 
+    def lean_experts(self, job: Job) -> bool:
+        return self.experts == "grouped-lean" and job.shape.family not in self.biased_expert_families
+
     def repeats_kv(self, job: Job) -> bool:
         return "*" in self.repeats_kv_families or job.shape.family in self.repeats_kv_families
 
@@ -145,6 +155,9 @@ class Policy:
         if job.compiled and job.loss == "full":
             return self.loss_bytes.get("full_compiled", self.loss_bytes["full"])
         return self.loss_bytes[job.loss]
+
+
+TUPLES = {item.name for item in fields(Policy) if "tuple" in str(item.type)}
 
 
 @functools.cache
@@ -162,9 +175,8 @@ def build(key: str, rows: dict[str, dict[str, Any]]) -> Policy:
         if name in arguments:
             arguments[name] = Types(**arguments[name])
     arguments["sharded"] = {name: Types(**types) for name, types in arguments.get("sharded", {}).items()}
-    for name in ("repeats_kv_families", "bf16_logits_families", "interval", "interval_moe", "aliases"):
-        if name in arguments:
-            arguments[name] = tuple(arguments[name])
+    for name in TUPLES.intersection(arguments):
+        arguments[name] = tuple(arguments[name])
     return Policy(key=key, **arguments)
 
 
