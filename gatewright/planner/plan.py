@@ -78,7 +78,7 @@ def trainable(job: Job) -> int:
 def method_text(job: Job) -> str:
     if job.adapter is None:
         return "full fine-tuning"
-    where = ", ".join(sorted(job.adapter.names or job.adapter.roles)).replace("_", " ")
+    where = ", ".join(sorted(job.adapter.names or (role.replace("_", " ") for role in job.adapter.roles)))
     base = job.storage if job.expert_storage is None else f"{job.storage}, experts {job.expert_storage}"
     base += " as stored" if job.stored else ""
     return f"{'QLoRA' if job.method == 'qlora' else 'LoRA'} rank {job.adapter.rank} on {where}; base in {base}"

@@ -105,7 +105,11 @@ def test_what_does_not_fit_says_what_would(planned) -> None:  # type: ignore[no-
 
 def test_modules_narrow_the_targets(planned) -> None:  # type: ignore[no-untyped-def]
     text = planned("Qwen3-235B-A22B", "--gpu", "h200", "--storage", "fp8", "--rank", "32", "--modules", "q_proj,v_proj")
-    assert text.startswith("fits: 2 × h200, ") and "50.82 M parameters train" in text
+    assert (
+        text.startswith("fits: 2 × h200, ")
+        and "LoRA rank 32 on q_proj, v_proj;" in text
+        and "50.82 M parameters train" in text
+    )
 
 
 def test_the_picture_is_a_png_and_its_library_is_asked_for_by_name(shell: Shell, planned) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
