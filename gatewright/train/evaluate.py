@@ -1,6 +1,7 @@
 """Held-out loss, and answers by greedy decoding compared with the answers in the data."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from gatewright.train.loss import token_loss_sum
 
 SAMPLES = 8
 ROWS_AT_ONCE = 16
+PROMPT_TOKENS_AT_ONCE = 4096
+"""Limit of rows × longest prompt, so that a few long prompts are not multiplied by padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,10 @@ def answer(
     if not questions:
         return []
     stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
-    by_length = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     answers = [""] * len(questions)
     model.set_attn_implementation("sdpa")
     try:
-        for start in range(0, len(by_length), ROWS_AT_ONCE):
-            rows = by_length[start : start + ROWS_AT_ONCE]
+        for rows in _groups([len(q.prompt) for q in questions]):
             longest = max(len(questions[i].prompt) for i in rows)
             padding = [longest - len(questions[i].prompt) for i in rows]
             prompts = [[stops[0]] * pad + questions[i].prompt for i, pad in zip(rows, padding, strict=True)]
@@ -119,3 +120,14 @@ def answer(
     finally:
         model.set_attn_implementation(attention.NAME)
     return answers
+
+
+def _groups(lengths: list[int]) -> Iterator[list[int]]:
+    """Rows to decode together: of like length, shortest first, within the two limits."""
+    group: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and (len(group) == ROWS_AT_ONCE or (len(group) + 1) * lengths[row] > PROMPT_TOKENS_AT_ONCE):
+            yield group
+            group = []
+        group.append(row)
+    yield group
