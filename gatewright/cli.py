@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_plan
+from gatewright import __version__, cli_check, cli_plan
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -135,6 +135,8 @@ def report(
 
 
 app.command()(cli_plan.plan)
+app.command()(cli_check.check)
+app.command()(cli_check.doctor)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from tree import PACKAGE, ROOT, readme_with, render_tree
 from gatewright import __version__
 from gatewright.cli import EXTRAS, app
 
-VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus"}
+VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor"}
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
 
 

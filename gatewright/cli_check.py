@@ -1,0 +1,116 @@
+"""The verbs `check` and `doctor`: what will break before a run, and what broke after it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gatewright.spec.errors import UserError
+
+Codes = Annotated[list[str] | None, typer.Option(metavar="CODE", help="Codes, beginnings such as GW2, or names.")]
+
+
+def check(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE…", show_default=False, help="Run files, other tools' configs, scripts, folders."),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="The GPU, as in `gatewright gpus`.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="How many.", min=1)] = None,
+    step_seconds: Annotated[float | None, typer.Option(metavar="S", help="A measured step.", min=0.0)] = None,
+    p99_tokens: Annotated[int | None, typer.Option(metavar="N", help="99th percentile of the data.", min=1)] = None,
+    package: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VERSION", help="A package as installed there. May be repeated.")
+    ] = None,
+    select: Codes = None,
+    ignore: Codes = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply the safe fixes; the old files are kept as .orig.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF.")] = False,
+    github: Annotated[bool, typer.Option("--github", help="Print GitHub annotations.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print the page of a rule and stop.")] = None,
+) -> None:
+    """Judge configs before a GPU is booked: ours, axolotl, LLaMA-Factory, TRL, ms-swift, DeepSpeed, Megatron, sbatch …
+
+    Exit code 1 when a rule of severity error is broken.
+    """
+    from gatewright.preflight.catalogue import find_rule
+    from gatewright.preflight.check import check as judge
+    from gatewright.preflight.fix import apply_safe, diffs, safe_repairs
+    from gatewright.preflight.gather import Given
+    from gatewright.preflight.output import as_github, as_sarif, render_text
+    from gatewright.preflight.output import as_json as to_json
+    from gatewright.preflight.pages import page
+
+    if explain:
+        rule = find_rule(explain)
+        if rule is None:
+            raise UserError(f"no rule is called {explain!r}; `gatewright check FILE` prints the codes that apply")
+        typer.echo(page(rule))
+        return
+    if not files:
+        raise typer.BadParameter("give at least one file or folder to check")
+    versions = tuple(_pair(text) for text in package or [])
+    given = Given(gpu=gpu, gpus=gpus, step_s=step_seconds, p99_tokens=p99_tokens, versions=versions)
+    verdict = judge(files, given=given, select=select or (), ignore=ignore or ())
+    if as_json or sarif or github:
+        typer.echo(to_json(verdict) if as_json else as_sarif(verdict) if sarif else as_github(verdict))
+    else:
+        typer.echo(render_text(verdict))
+    if fix:
+        for text in diffs(verdict, safe_repairs(verdict)).values():
+            typer.echo(text)
+        for name, kept in apply_safe(verdict):
+            typer.echo(f"fixed {name}; the old file is {kept}")
+    raise typer.Exit(verdict.exit_code)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, version = text.partition("=")
+    if not (name and equals and version):
+        raise typer.BadParameter(f"--package wants NAME=VERSION, got {text!r}")
+    return name, version
+
+
+def doctor(
+    logs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="LOG…", show_default=False, help="Logs, .gz or folders of them; - is standard input."),
+    ] = None,
+    run_file: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run, so that fixes show its values.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch a log that is being written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print the page of a cause and stop.")] = None,
+) -> None:
+    """Explain a failed run from its logs: the root cause first, what followed from it after, and what to change."""
+    from rich.console import Console
+
+    from gatewright.doctor.diagnosis import diagnose, to_json
+    from gatewright.doctor.follow import follow as watch
+    from gatewright.doctor.table import explain as page_of
+    from gatewright.doctor.text import render_text
+    from gatewright.spec.read import read_run
+
+    if explain:
+        typer.echo(page_of(explain))
+        return
+    if not logs:
+        raise typer.BadParameter("give at least one log, folder, or - for standard input")
+    run = read_run(run_file) if run_file else None
+    if follow:
+        if len(logs) != 1:
+            raise typer.BadParameter("--follow watches one log")
+        for diagnosis in watch(logs[0], run=run):
+            Console().print(render_text(diagnosis))
+        return
+    from_input = Path("-") in logs
+    paths = [log for log in logs if log != Path("-")]
+    diagnosis = diagnose(paths, stdin=sys.stdin.buffer if from_input else None, run=run)
+    if as_json:
+        typer.echo(json.dumps(to_json(diagnosis), indent=2))
+    else:
+        Console().print(render_text(diagnosis))
