@@ -320,9 +320,10 @@ def attention_only_on_experts(job: Job) -> Fault | None:
 
 
 def rank_that_grouped_mm_refuses(job: Job) -> Fault | None:
-    """grouped_mm wants rows of 16 bytes: a rank that is no multiple of 8 fails or is padded in bf16."""
+    """grouped_mm wants rows of 16 bytes: a rank that is no multiple of 8 fails in bf16. Gatewright pads it inside."""
     rank = job.lora_rank
-    if not (job.moe and _trains_experts(job)) or rank.get(8) % 8 == 0:
+    pads = job.tools == {"gatewright"}
+    if pads or not (job.moe and _trains_experts(job)) or rank.get(8) % 8 == 0:
         return None
     return Fault(
         f"{rank} on fused experts: grouped_mm takes multiples of 8 in bf16",
