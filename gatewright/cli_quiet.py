@@ -1,10 +1,14 @@
-"""Libraries that talk while they are imported, told to be quiet before they are."""
+"""What must be said to libraries before they are imported."""
 
 import logging
 import os
 
 
 def quiet_libraries() -> None:
-    """Keeps libraries from asking a hub, and from announcing kernels that a CPU does not need."""
+    """Keeps libraries from asking a hub, from announcing kernels that a CPU does not need, and threads from spinning.
+
+    On a machine that others use too, OpenMP threads that spin while they wait cost many times what they save.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -100,6 +100,8 @@ def answer(
     stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
     answers = [""] * len(questions)
     model.set_attn_implementation("sdpa")
+    # The last position is a slice of the prompt: left as it is, torch would copy the head's weight once a row.
+    whole = model.get_output_embeddings().register_forward_pre_hook(lambda head, inputs: (inputs[0].contiguous(),))
     try:
         for rows in _groups([len(q.prompt) for q in questions]):
             longest = max(len(questions[i].prompt) for i in rows)
@@ -118,6 +120,7 @@ def answer(
             for i, row in zip(rows, generated[:, longest:], strict=True):
                 answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
     finally:
+        whole.remove()
         model.set_attn_implementation(attention.NAME)
     return answers
 
