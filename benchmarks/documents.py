@@ -15,7 +15,7 @@ SHORTEST_TOKENS = 8
 
 
 def long_tailed_lengths(documents: int, *, seed: int) -> list[int]:
-    """Lengths in tokens, shuffled: evenly spaced quantiles of a lognormal of this median and p99, the last being the p99.
+    """Lengths in tokens, shuffled: evenly spaced quantiles of a lognormal of this median and p99, the p99 being last.
 
     Quantiles instead of random draws, so that a few dozen documents have the distribution's shape and no luck in them;
     with the p99 among them, since the longest document decides what a trainer must have memory for.

@@ -65,7 +65,11 @@ CASES: dict[str, tuple[Break, type[UserError], str]] = {
     "empty file": (write("train.jsonl", ""), DataError, r"train\.jsonl"),
     "broken line": (write("train.jsonl", GOOD + '{"messages": [{"role": "us'), DataError, r"train\.jsonl:2"),
     "no messages": (write("train.jsonl", GOOD + row(question="a", answer="b")), DataError, r"train\.jsonl:2.*question"),
-    "all masked": (write("train.jsonl", chat(("user", "hello")) * 3), DataError, r"no token to learn in any of its 3 rows, so all labels are masked"),
+    "all masked": (
+        write("train.jsonl", chat(("user", "hello")) * 3),
+        DataError,
+        r"any of its 3 rows, so all labels are masked",
+    ),
     "too long": (
         write("train.jsonl", GOOD + chat(("user", "word " * 100), ("assistant", "yes"))),
         RunFileError,

@@ -9,8 +9,8 @@ DEEPSPEED = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu"
 OOM = (
     "step 10 loss 2.1\n"
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB "
-    "of which 1.02 GiB is free. Including non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated "
-    "memory 76.50 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated.\n"
+    "of which 1.02 GiB is free. Including non-PyTorch memory, this process has 78.08 GiB memory in use. Of the "
+    "allocated memory 76.50 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated.\n"
 )
 
 
