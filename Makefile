@@ -32,7 +32,7 @@ $(VENV)/demo.done: $(VENV)/torch.done pyproject.toml
 	@touch $@
 
 $(VENV)/test.done: $(VENV)/torch.done pyproject.toml
-	$(PIP) --editable '.[train,export,plot,demo,dev]'
+	$(PIP) --editable '.[train,quantize,export,plot,demo,dev]'
 	@touch $@
 
 $(VENV)/bench.done: $(VENV)/demo.done
