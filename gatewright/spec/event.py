@@ -92,6 +92,14 @@ class StepDone:
     dropped_tokens: int
     expert_tokens: list[list[int]] = field(default_factory=list)
     """[MoE layer][expert] assignments the router really made in this step; empty for a dense model."""
+    dropped_by_layer: list[int] = field(default_factory=list)
+    """Assignments dropped in each MoE layer for want of capacity; empty where nothing can be dropped."""
+    balance_loss: float | None = None
+    """Mean over layers of E·Σ f·P (1 when balanced), before its weight; None where it is not computed."""
+    z_loss: float | None = None
+    """Mean over layers and tokens of logsumexp(logits)², before its weight; None where it is not computed."""
+    router_lr: float | None = None
+    """Learning rate of the router; None where it is frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +126,56 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterHealth:
+    """The router on the fixed probe batch; each list has one value a MoE layer."""
+
+    step: int
+    """0: before training."""
+    tokens: int
+    """Tokens of the probe batch, over all ranks."""
+    load_cv: list[float]
+    """Standard deviation of expert load over its mean."""
+    max_violation: list[float]
+    """Load of the busiest expert over the fair share, minus 1 (MaxVio)."""
+    effective_experts: list[float]
+    """exp(entropy of load) / experts."""
+    dead: list[int]
+    """Experts without a token."""
+    starved: list[int]
+    """Experts with less than a tenth of the fair share, the dead among them."""
+    token_entropy: list[float]
+    """Mean entropy of a token's routing probabilities over ln(experts)."""
+    top1: list[float]
+    """Mean largest routing probability."""
+    margin: list[float]
+    """Mean difference between the last chosen and the first rejected probability."""
+    lse2: list[float]
+    """Mean logsumexp(logits)²."""
+    drift: list[float]
+    """Norm of the router weight's change since step 0 over the norm at step 0."""
+    overlap: list[float]
+    """Mean share of top-k choices equal to those of step 0."""
+    kl: list[float]
+    """Mean KL divergence from step 0's routing probabilities, nats."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardActed:
+    """The guard saw the router fall ill, and did something about it."""
+
+    step: int
+    level: str
+    """yellow, orange or red."""
+    reasons: list[str]
+    """Each with its numbers: what was measured, at which layer, against which threshold and value at step 0."""
+    action: str
+    """One of router.guard.action, or none when the list is used up or holds nothing for this level."""
+    detail: str
+    """What changed, in numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Something the user should know: shown on screen and in the report."""
 
@@ -134,7 +192,7 @@ class Stop:
     detail: str
 
 
-Event = Start | ModelLoaded | DataLoaded | StepDone | Evaluated | Saved | Finding | Stop
+Event = Start | ModelLoaded | DataLoaded | StepDone | Evaluated | Saved | RouterHealth | GuardActed | Finding | Stop
 
 KINDS: dict[str, type[Event]] = {
     "start": Start,
@@ -143,6 +201,8 @@ KINDS: dict[str, type[Event]] = {
     "step": StepDone,
     "evaluate": Evaluated,
     "save": Saved,
+    "router_health": RouterHealth,
+    "guard": GuardActed,
     "finding": Finding,
     "stop": Stop,
 }

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Role = Literal["attention", "mlp", "experts", "shared_experts"]
+Role = Literal["attention", "mlp", "experts", "shared_experts", "router", "embedding", "head"]
+Pattern = Annotated[str, Field(pattern=r"[*?\[]", examples=["*.q_proj"])]
 Percentile = Annotated[str, Field(pattern=r"^p(\d{1,2}(\.\d+)?|100)$", examples=["p99", "p100"])]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -29,13 +30,42 @@ class Model(Section):
     """Run modelling code that lies in the model's folder. Off unless this file says so."""
 
 
+class LayerExperts(Section):
+    layer: Annotated[int, Field(ge=0)]
+    """Index of the layer in the model."""
+    experts: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """Experts of that layer."""
+
+
+class ExpertSubset(Section):
+    """Which experts of each layer get an adapter; the others stay as they are."""
+
+    most_routed: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of each layer's experts, those that the training data routes to most; measured before step 1."""
+    documents: PositiveInt = 64
+    """Training documents that the measurement reads."""
+    layers: Annotated[list[LayerExperts], Field(min_length=1)] | None = None
+    """The experts, layer by layer. A layer that is not named gets none."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "ExpertSubset":
+        if (self.most_routed is None) == (self.layers is None):
+            raise ValueError("give either most_routed or layers")
+        return self
+
+
 class Adapter(Section):
     rank: PositiveInt
     """Rank r of each low-rank update."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """The update is scaled by alpha / rank (alpha / sqrt(rank) with rslora). Default: 2 × rank."""
-    targets: Annotated[list[Role], Field(min_length=1)] = ["attention", "experts"]
-    """Parts of the model that get an adapter, by role. A role that matches nothing stops the run."""
+    targets: Annotated[list[Role | Pattern], Field(min_length=1)] = ["attention", "experts"]
+    """What gets an adapter: roles, or patterns over module names such as "*.q_proj". One that matches nothing stops
+    the run."""
+    experts: ExpertSubset | None = None
+    """Restrict the adapters of experts to some of them; default: every expert."""
+    full: list[Literal["router", "embedding", "head", "norm"]] = []
+    """Roles whose weights train in full beside the adapters, saved as PEFT's modules_to_save."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout on the input of each adapter. Experts take none: PEFT's format for them cannot say it."""
     rslora: bool = False
@@ -56,9 +86,20 @@ class Method(Section):
     kind: Literal["sft"] = "sft"
     """Supervised fine-tuning on the assistant's tokens."""
     adapter: Adapter | None = None
-    """LoRA settings. Without them every weight but the router trains (full fine-tuning)."""
-    quantize: Literal["none"] = "none"
-    """Storage of the frozen base weights."""
+    """LoRA settings. Without them the weights themselves train (full fine-tuning)."""
+    roles: Annotated[list[Role | Literal["norm"]], Field(min_length=1)] | None = None
+    """Full fine-tuning: the roles whose weights train. Default: all but the router, which router.train adds."""
+    quantize: Literal["none", "nf4", "fp8"] = "none"
+    """Storage of the frozen base weights. nf4: 4 bits with double quantisation (QLoRA). fp8: as an FP8 checkpoint holds
+    them. Dequantised a layer at a time. none: in model.dtype."""
+
+    @model_validator(mode="after")
+    def _adapter_or_weights(self) -> "Method":
+        if self.adapter and self.roles:
+            raise ValueError("roles is for full fine-tuning; with an adapter use adapter.targets and adapter.full")
+        if self.quantize != "none" and not self.adapter:
+            raise ValueError(f"quantize: {self.quantize} freezes the base weights; add adapter, or set quantize: none")
+        return self
 
 
 class Data(Section):
@@ -142,21 +183,60 @@ class Train(Section):
 
 
 class Guard(Section):
-    action: list[Literal["lower_lr", "freeze", "rollback"]] = []
-    """What to do, in order, when the router's health falls."""
+    """What watches the router, against step 0 on a fixed probe batch, and what it does. Thresholds are provisional."""
+
+    action: list[Literal["lower_lr", "freeze", "balance", "bias", "rollback", "reset", "stop"]] = []
+    """What to do at each further alarm, in order. lower_lr and balance answer yellow and worse, freeze and bias orange
+    and worse, rollback, reset and stop red only."""
+    every_steps: PositiveInt = 25
+    """Steps between two looks at the router."""
+    probe_tokens: PositiveInt = 4096
+    """Size of the fixed probe batch, taken from the held-out data, or from the training data without one."""
+    yellow_kl: Annotated[float, Field(gt=0)] = 0.3
+    """Yellow: mean KL from the probe's routing probabilities at step 0, nats."""
+    yellow_overlap: Fraction = 0.6
+    """Yellow: mean share of the probe's top-k choices that are still those of step 0, below this."""
+    yellow_entropy: Fraction = 0.85
+    """Yellow: token entropy over that of step 0, below this."""
+    orange_starved: Fraction = 0.05
+    """Orange: share of all experts that starve (under a tenth of the fair share) and did not at step 0."""
+    orange_cv: Annotated[float, Field(gt=1)] = 1.3
+    """Orange: load CV of a layer over that of step 0."""
+    red_dead: PositiveInt = 1
+    """Red: experts without a token, on two looks in a row with enough tokens, that had some at step 0."""
+    lower_lr_to: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Factor on the router's learning rate in lower_lr."""
+    balance: Annotated[float, Field(gt=0)] = 0.01
+    """Weight of the balance loss that the action balance switches on."""
+    bias: Annotated[float, Field(gt=0)] = 0.01
+    """Rate of the bias update that the action bias switches on."""
+    after_rollback: Literal["skip", "repeat"] = "skip"
+    """Whether a run that was rolled back skips the data that led there, or takes it again."""
 
 
 class Router(Section):
     train: bool = False
-    """Train the router. Frozen is the default for adapters: see docs/architecture.md."""
+    """Train the router. Frozen is the default: see docs/router.md."""
+    lr_scale: Annotated[float, Field(gt=0)] = 0.1
+    """The router's learning rate over train.lr, where it trains."""
     balance: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the per-layer load-balancing loss (1 when balanced)."""
+    """Weight of the load-balancing loss, the mean over layers of E·Σ f·P (1 when balanced)."""
+    balance_over: Literal["micro", "sequence", "global"] = "global"
+    """Tokens over which f is taken: those of a micro-batch, of one document, or of the whole step on all ranks."""
     z: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the router z-loss."""
+    """Weight of the z-loss, the mean over layers and tokens of logsumexp(logits)²."""
+    bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Step of the balancing update of e_score_correction_bias, for models that have one; 0: the bias stays."""
     capacity: Literal["dropless"] | Annotated[float, Field(gt=0)] = "dropless"
-    """Capacity factor, or dropless."""
+    """Capacity factor, or dropless. What exceeds it in a micro-batch is dropped, counted and shown."""
+    capacity_per: Literal["expert", "rank"] = "expert"
+    """Whether the capacity bounds each expert, or the experts of an expert-parallel rank together."""
+    drop: Literal["probs", "position"] = "probs"
+    """Which assignments are dropped first: those of the smallest routing weight, or the last in the micro-batch."""
+    placement: Literal["contiguous", "measured"] = "contiguous"
+    """Experts on expert-parallel ranks: in order, or spread by loads measured before step 1. Undone when saved."""
     guard: Guard = Guard()
-    """What to do when the router falls ill."""
+    """What watches the router, and what it does."""
 
 
 class Parallel(Section):

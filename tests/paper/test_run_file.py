@@ -131,7 +131,7 @@ train:
         "  run.yaml:4: model.dtype: got bf16, wanted float32 or bfloat16; did you mean bfloat16?\n"
         '  run.yaml:6: method.adapter.rank: got "8", wanted a whole number above 0; remove the quotes\n'
         "  run.yaml:6: method.adapter.targets: got experts, wanted a list of attention, mlp, experts or"
-        " shared_experts; write [experts]\n"
+        " shared_experts, router, embedding or head or a text such as *.q_proj; write [experts]\n"
         '  run.yaml:8: data.train: got 5, wanted a text that is not empty; put it in quotes: "5"\n'
         "  run.yaml:9: data.pack: got yes, wanted true or false; write true\n"
         "  run.yaml:11: train.tokens_per_step: got 1e6, wanted a whole number above 0; write 1000000\n"
@@ -192,7 +192,7 @@ def test_a_wrong_value_is_told_with_what_is_wanted(folder: Path, override: str, 
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("key", [key for key in run_keys() if key and not key.endswith("*")])
+@pytest.mark.parametrize("key", [key for key in run_keys() if key and "*" not in key])
 def test_every_key_refuses_what_it_cannot_hold_in_our_own_words(folder: Path, key: str) -> None:
     for wrong in ("{zz: [1]}", "[[]]", "-1.5"):
         said = complaint(SMALL, f"{key}={wrong}")
