@@ -130,7 +130,7 @@ train:
         " underscore; the first is a letter or a digit)\n"
         "  run.yaml:4: model.dtype: got bf16, wanted float32 or bfloat16; did you mean bfloat16?\n"
         '  run.yaml:6: method.adapter.rank: got "8", wanted a whole number above 0; remove the quotes\n'
-        "  run.yaml:6: method.adapter.targets: got experts, wanted a list of attention, mlp, experts or"
+        "  run.yaml:6: method.adapter.targets: got experts, wanted a list of attention, mlp, experts,"
         " shared_experts, router, embedding or head or a text such as *.q_proj; write [experts]\n"
         '  run.yaml:8: data.train: got 5, wanted a text that is not empty; put it in quotes: "5"\n'
         "  run.yaml:9: data.pack: got yes, wanted true or false; write true\n"
