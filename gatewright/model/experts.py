@@ -11,10 +11,7 @@ Shapes: T tokens, k choices a token, S = T·k rows, E experts, H hidden, I exper
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,37 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from gatewright.model.capacity import Capacity, kept
+from gatewright.model.routing import counts_now
+
 NAME = "gatewright"
 LORA = "gatewright_lora"
-
-
-@dataclass
-class RoutingCounts:
-    """Assignments per expert of one micro-batch, by layer.
-
-    A layer *sets* its row, it does not add to it: when gradient checkpointing runs the layer's forward again in the
-    backward pass, the same numbers are written a second time and nothing is counted twice.
-    """
-
-    by_layer: dict[int, Tensor] = field(default_factory=dict)
-
-    def stacked(self) -> Tensor:
-        """int64 [MoE layers, E], rows in order of the layer index."""
-        return torch.stack([self.by_layer[layer] for layer in sorted(self.by_layer)])
-
-
-_counts: ContextVar[RoutingCounts | None] = ContextVar("routing_counts", default=None)
-
-
-@contextmanager
-def count_routing() -> Iterator[RoutingCounts]:
-    """Collects the routing of every forward (and recomputed forward) inside the block."""
-    counts = RoutingCounts()
-    token = _counts.set(counts)
-    try:
-        yield counts
-    finally:
-        _counts.reset(token)
 
 
 class ExpertLora(nn.Module):
@@ -102,13 +73,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
     `self` is transformers' experts module; the signature is that of its experts interface.
     """
-    expert_S = top_k_index.reshape(-1)
-    counts_E = torch.bincount(expert_S, minlength=self.num_experts)
-    collector = _counts.get()
-    if collector is not None:
-        collector.by_layer[self.gatewright_layer] = counts_E
-    order_S = torch.argsort(expert_S, stable=True)
-    rows = Rows(order_S, counts_E.cumsum(0).int(), top_k_index.shape[1])
+    rows = sort_rows(self, top_k_index, top_k_weights)
     lora = self._modules.get(LORA)
     pairs = (
         [pair for name in (_up_name(self), "down_proj") for pair in (lora.A[name], lora.B[name])]
@@ -123,12 +88,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The S = T·k rows of a layer, sorted by expert."""
+    """The rows of a layer, sorted by expert: S = T·k of them, fewer where some were dropped."""
 
     order_S: Tensor
     """Row i of the sorted rows is choice order[i] % k of token order[i] // k."""
     ends_E: Tensor
     """int32: where each expert's rows end."""
+    tokens: int
     choices: int
 
     def spread(self, x_TH: Tensor) -> Tensor:
@@ -136,13 +102,35 @@ class Rows:
         return x_TH[self.order_S // self.choices]
 
     def gather(self, y_SH: Tensor) -> Tensor:
-        """[T, H]: the sum over each token's choices.
+        """[T, H]: the sum over each token's choices; a dropped one adds nothing.
 
         A sum over a fixed axis, not index_add: the same result every time, on a GPU too.
         """
-        back_S = torch.empty_like(self.order_S)
-        back_S[self.order_S] = torch.arange(self.order_S.numel(), device=self.order_S.device)
-        return y_SH[back_S].view(-1 if len(y_SH) else 0, self.choices, y_SH.shape[1]).sum(dim=1)
+        slots, rows = self.tokens * self.choices, len(self.order_S)
+        back_S = torch.full((slots,), rows, device=self.order_S.device)
+        back_S[self.order_S] = torch.arange(rows, device=self.order_S.device)
+        if rows < slots:
+            y_SH = torch.cat([y_SH, y_SH.new_zeros(1, y_SH.shape[1])])
+        return y_SH[back_S].view(self.tokens, self.choices, y_SH.shape[1]).sum(dim=1)
+
+
+def sort_rows(experts: nn.Module, index_Tk: Tensor, weight_Tk: Tensor) -> Rows:
+    """The layer's rows by expert, within its capacity if it has one; what was chosen and dropped is counted."""
+    expert_S, count = index_Tk.reshape(-1), experts.num_experts
+    counts_E = torch.bincount(expert_S, minlength=count)
+    capacity: Capacity | None = experts.gatewright_capacity
+    collector = counts_now.get()
+    if collector is not None:
+        collector.by_layer[experts.gatewright_layer] = counts_E
+    if capacity is None:
+        order_S = torch.argsort(expert_S, stable=True)
+        return Rows(order_S, counts_E.cumsum(0).int(), *index_Tk.shape)
+    keep_S = kept(expert_S, weight_Tk.reshape(-1), experts=count, capacity=capacity)
+    chosen_S = keep_S.nonzero().squeeze(1)
+    order_S = chosen_S[torch.argsort(expert_S[chosen_S], stable=True)]
+    if collector is not None:
+        collector.dropped[experts.gatewright_layer] = len(expert_S) - keep_S.sum()
+    return Rows(order_S, torch.bincount(expert_S[chosen_S], minlength=count).cumsum(0).int(), *index_Tk.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +223,7 @@ class _FrozenExperts(torch.autograd.Function):
 
         weighted_SI = (inner_SI.detach() * weight_S1).to(up_S.dtype)
         grad_weighted_SI, grad_down_a, grad_down_b = down.backward(weighted_SI, rows.spread(grad_TH.to(up_S.dtype)))
-        grad_weight_Tk = torch.empty_like(weight_Tk)
+        grad_weight_Tk = torch.zeros_like(weight_Tk)
         grad_weight_Tk.view(-1)[rows.order_S] = (grad_weighted_SI * inner_SI.detach()).sum(dim=1).to(weight_Tk.dtype)
         [grad_up_S] = torch.autograd.grad(inner_SI, up_S, (grad_weighted_SI * weight_S1).to(inner_SI.dtype))
         grad_x_SH, grad_up_a, grad_up_b = up.backward(rows.spread(x_TH), grad_up_S)
@@ -290,7 +278,14 @@ def grouped_mm(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def install(model: nn.Module) -> None:
-    """Points the model at our experts forward and tells each experts module which layer it is."""
+    """Points the model at our experts forward and tells each experts module which layer it is; dropless at first."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for layer, experts in find_experts(model).items():
         experts.gatewright_layer = layer
+        experts.gatewright_capacity = None
+
+
+def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:
+    """Bounds the experts of every layer, or none."""
+    for experts in find_experts(model).values():
+        experts.gatewright_capacity = capacity

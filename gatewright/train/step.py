@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gatewright.data.batch import Batch
-from gatewright.model.experts import count_routing
 from gatewright.model.head import Head
+from gatewright.model.routing import count_routing
 from gatewright.spec.errors import Diverged
 from gatewright.train.forward import hidden_states
 from gatewright.train.loss import token_loss_sum
