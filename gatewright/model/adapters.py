@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gatewright.model.experts import LORA, ExpertLora, find_experts, lora_shapes
+from gatewright.model.expert_lora import LORA, ExpertLora
+from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.roles import ROLES, is_attention, parameter_roles
 from gatewright.spec import run as spec
 from gatewright.spec.errors import CheckpointError, ModelError
