@@ -101,7 +101,7 @@ def sort_rows(experts: nn.Module, index_Tk: Tensor, weight_Tk: Tensor) -> Rows:
     """The layer's rows by expert, within its capacity if it has one; what was chosen and dropped is counted."""
     expert_S, count = index_Tk.reshape(-1), experts.num_experts
     counts_E = torch.bincount(expert_S, minlength=count)
-    capacity: Capacity | None = experts.gatewright_capacity
+    capacity: Capacity | None = experts.gatewright_capacity if experts.training else None
     collector = counts_now.get()
     if collector is not None:
         collector.by_layer[experts.gatewright_layer] = counts_E
@@ -251,6 +251,6 @@ def install(model: nn.Module) -> None:
 
 
 def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:
-    """Bounds the experts of every layer, or none."""
+    """Bounds the experts of every layer in training, or none; evaluation never drops."""
     for experts in find_experts(model).values():
         experts.gatewright_capacity = capacity
