@@ -127,7 +127,7 @@ def routed_experts(config: PretrainedConfig) -> int:
     """Routed experts a layer that the config declares, under any of its spellings; 0 for a dense model."""
     values = config.get_text_config().to_dict()
     # Nemotron-H writes a number of experts even where none of its layers has any.
-    if values.get("model_type") == "nemotron_h" and "moe" not in values["layer_types"]:
+    if values.get("model_type") == "nemotron_h" and "moe" not in values["layers_block_type"]:
         return 0
     spellings = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return max((values.get(key) or 0 for key in spellings), default=0)

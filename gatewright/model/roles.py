@@ -10,7 +10,9 @@ from gatewright.model.experts import find_experts
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared_experts", "norm", "head", "other")
 
 _ATTENTION = re.compile(r"(^|[._])(attn|attention|mixer|mamba|conv|short_conv)([._]|$)")
-_MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe)(\.|$)")
+_MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|shared_mlp)(\.|$)|\.mixer\.(up|gate|down)_proj\.")
+_NEITHER = re.compile(r"(^|\.)indexer\.|_hc\.")
+"""An indexer only chooses keys, and no gradient goes through a choice; hyper-connections mix residual streams."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
@@ -31,6 +33,11 @@ def is_attention(name: str) -> bool:
     return bool(_ATTENTION.search(name))
 
 
+def takes_adapter(module: nn.Module) -> bool:
+    """Whether a module is y = x Wᵀ + b and nothing else: DeepSeek-V4's grouped projection is a Linear by name only."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def _role(name: str, moe_blocks: Mapping[str, str]) -> str:
     for block, experts in moe_blocks.items():
         if name.startswith(f"{experts}."):
@@ -43,8 +50,12 @@ def _role(name: str, moe_blocks: Mapping[str, str]) -> str:
                 return "router"
     if re.search(r"norm|(^|\.)ln_?\w*\.(weight|bias)$", name):
         return "norm"
-    if is_attention(name):
-        return "attention"
+    if _NEITHER.search(name):
+        return "other"
+    if ".shared_mlp." in name and moe_blocks:
+        return "shared_experts"
     if _MLP.search(name):
         return "mlp"
+    if is_attention(name):
+        return "attention"
     return "other"
