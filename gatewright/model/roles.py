@@ -33,11 +33,6 @@ def is_attention(name: str) -> bool:
     return bool(_ATTENTION.search(name))
 
 
-def takes_adapter(module: nn.Module) -> bool:
-    """Whether a module is y = x Wᵀ + b and nothing else: DeepSeek-V4's grouped projection is a Linear by name only."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def _role(name: str, moe_blocks: Mapping[str, str]) -> str:
     for block, experts in moe_blocks.items():
         if name.startswith(f"{experts}."):
