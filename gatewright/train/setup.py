@@ -148,7 +148,13 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
 
 def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
-    model = load_model(run.model, device=device, kernel=kernel)
+    model = load_model(
+        run.model,
+        device=device,
+        kernel=kernel,
+        quantize=run.method.quantize,
+        note=lambda text: log(Finding(severity="note", text=text)),
+    )
     base_parameters = sum(p.numel() for p in model.parameters())
     adapter = run.method.adapter
     coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
