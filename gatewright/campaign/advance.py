@@ -43,10 +43,14 @@ def advance(
     Two jobs that finish the last two parents at one moment take turns at the folder's lock, so a stage is queued once.
     Without a queue the driver of --local looks by itself.
     """
-    if queue.kind == "local":
-        return
-    with jobs.held(wait_s=wait_s):
-        waiting = {job.comment for job in queue.jobs(f"{COMMENT}{jobs.path.absolute()}/")}
-        for stage in ready(campaign, jobs):
-            if comment_of(jobs, stage.name) not in waiting:
-                queued(Queued(stage=stage.name, job=queue.submit(jobs.stage(stage.name).script)))
+    if queue.kind == "slurm":
+        with jobs.held(wait_s=wait_s):
+            queue_ready(campaign, jobs, queue, queued=queued)
+
+
+def queue_ready(campaign: Campaign, jobs: JobsFolder, queue: Queue, *, queued: Callable[[Queued], None]) -> None:
+    """The same, for a caller that holds the folder."""
+    waiting = {job.comment for job in queue.jobs(f"{COMMENT}{jobs.path.absolute()}/")}
+    for stage in ready(campaign, jobs):
+        if comment_of(jobs, stage.name) not in waiting:
+            queued(Queued(stage=stage.name, job=queue.submit(jobs.stage(stage.name).script)))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,10 +88,8 @@ def _reason(signals: Signals, deadline: Deadline, now: float) -> str:
 
 
 def _send(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _die_with() -> None:

@@ -77,7 +77,7 @@ def _interpreter(cluster: Cluster, python: str) -> str:
 
 
 def _torchrun(resources: Resources, *, queue: str, lead_s: int) -> tuple[str, ...]:
-    """torchrun dies of a USR1 it was not told of, and its workers never hear; told, it hands the signal on and waits."""
+    """torchrun dies of a USR1 it was not told of, and its workers never hear of it; told, it hands it on and waits."""
     where: tuple[str, ...] = ("--standalone",)
     if queue == "slurm":
         where = (

@@ -118,7 +118,7 @@ def run_link(link: Link) -> int:
     return settle(link, life, ending)
 
 
-# --- before the work --------------------------------------------------------------------------------------------------
+# --- before the work ----------------------------------------------------------------------------------------------
 
 
 def close_unfinished(link: Link) -> None:
@@ -166,7 +166,7 @@ def waiting_jobs(link: Link) -> list[str]:
     return [job.id for job in jobs if job.id != link.me.job and job.pending]
 
 
-# --- the work ----------------------------------------------------------------------------------------------------------
+# --- the work -----------------------------------------------------------------------------------------------------
 
 
 def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
@@ -277,7 +277,7 @@ class QueueWatch:
         self.next_ask = time.time() + min(max(left_s / 20, LEAST_ASK_S), MOST_ASK_S)
 
 
-# --- after the work -----------------------------------------------------------------------------------------------------
+# --- after the work -----------------------------------------------------------------------------------------------
 
 
 def settle(link: Link, life: Life, ending: Ending) -> int:
@@ -288,7 +288,10 @@ def settle(link: Link, life: Life, ending: Ending) -> int:
         write_json(link.folder.done, {"fingerprint": fingerprint, "job": link.me.job, "time": time.time()})
         return leave(link, "the stage is done")
     step = next_step([*past_lives(link), life], links=link.stage.links)
-    if isinstance(step, Halt):
+    if link.folder.halt.exists():  # cancelled while it worked
+        with suppress(QueueSilent):
+            link.queue.cancel(waiting_jobs(link))
+    elif isinstance(step, Halt):
         halt(link, step.reason)
     elif life.faulty_nodes and link.queue.kind == "slurm":
         with suppress(QueueSilent, QueueRefused):
