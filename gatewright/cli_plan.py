@@ -58,11 +58,17 @@ def plan(
     method: Annotated[str | None, _option(MODEL, "full, lora or qlora. Default: lora.")] = None,
     rank: Annotated[int | None, _option(MODEL, "Rank of the adapters. Default: 16.")] = None,
     targets: Annotated[
-        str | None, _option(MODEL, "Of attention, mlp, experts, shared_experts. Default: attention.", "ROLE,...")
+        str | None,
+        _option(
+            MODEL,
+            "Of attention, mlp, experts, shared_experts, router, embedding, head; or patterns such as *.q_proj.",
+            "ROLE,...",
+        ),
     ] = None,
     modules: Annotated[str | None, _option(MODEL, "Only these of the targets: q_proj,v_proj.", "NAME,...")] = None,
     storage: Annotated[
-        str | None, _option(MODEL, "Frozen weights in bf16, fp8, fp8-mxfp4, mxfp4, nf4, nf4-linears.", "FORMAT")
+        str | None,
+        _option(MODEL, "bf16, fp8, fp8-mxfp4, mxfp4, nvfp4, int8, int4, nf4, nf4-linears.", "FORMAT"),
     ] = None,
     tokens: Annotated[int | None, _option(MODEL, "Tokens of a micro-batch. Default: 4096.")] = None,
     document_tokens: Annotated[int | None, _option(MODEL, "Tokens of each document packed into it.")] = None,

@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 
 from gatewright.spec.run import Cluster, PositiveInt, Section
 
-Outcome = Literal["done", "saved", "hopeless", "failed", "fault", "killed", "left"]
-"""How a start of a job ended. saved: stopped in time, the next link goes on. hopeless: the gate said no. fault: a node
-or GPU failed. killed: it never wrote an end. left: there was nothing to do."""
+Outcome = Literal["done", "saved", "hopeless", "failed", "crashed", "fault", "killed", "left"]
+"""How a start of a job ended. saved: stopped in time, the next link goes on. hopeless: the gate said no. failed: a retry
+cannot cure it. crashed: for a reason without a name; it is tried again. fault: a node or GPU failed. killed: from
+outside, before it could save. left: there was nothing to do."""
 
 DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED = 0, 1, 3, 4, 85
 """Exit codes of a link, and what a stage's command may say: 0 done, 3 cannot finish in its time, 85 saved, go on."""
@@ -26,13 +27,13 @@ class StageFile(Section):
     """Run file that this stage trains."""
     command: str | None = None
     """Shell command of this stage. Exit code 0: done; 85: saved, start it again; 3: it cannot finish; else: failed."""
-    needs: list[str] = []
+    needs: list[str] = Field(default=[])
     """Stages that must be done before."""
     folder: str | None = None
     """Folder of a command that keeps checkpoints/step-N/manifest.json, so that its progress can be seen."""
-    inputs: list[str] = []
+    inputs: list[str] = Field(default=[])
     """Files and folders that the stage reads; it runs again when one of them changes."""
-    outputs: list[str] = []
+    outputs: list[str] = Field(default=[])
     """Files and folders that must be there when it is done."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs of a command, on one node; 0: it goes to cluster.cpu_partition."""
@@ -106,15 +107,21 @@ class Stage:
     links: int
     resources: Resources
     usd_per_gpu_hour: float | None
-    fingerprint: str
-    """sha256 over configuration and inputs, without those of the stages before it."""
+    config: str
+    """sha256 over all that a person wrote and that moves its result."""
     folder: str | None
-    """Where its checkpoints and events lie."""
+    """Where its checkpoints and events lie; absolute."""
     run_file: str | None
-    """The resolved run file, in the jobs folder."""
+    """Of a stage that our trainer works on: its resolved run file, absolute. Such a stage writes events, and hears
+    signals."""
+    inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     signal_lead_s: int = 120
     """Seconds before the time limit at which the queue sends its signal."""
+
+    @property
+    def trains(self) -> bool:
+        return self.run_file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +197,7 @@ def campaign_from_json(value: dict[str, Any]) -> Campaign:
             **_known(Stage, stage)
             | {
                 "needs": tuple(stage["needs"]),
+                "inputs": tuple(stage["inputs"]),
                 "outputs": tuple(stage["outputs"]),
                 "resources": Resources(
                     **_known(Resources, stage["resources"]) | {"options": tuple(stage["resources"]["options"])}

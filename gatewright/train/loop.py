@@ -14,7 +14,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from gatewright.data.batch import Batch
-from gatewright.model.adapters import save_adapter
+from gatewright.model.adapter_files import save_adapter
+from gatewright.model.coverage import write_coverage
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
@@ -25,6 +26,7 @@ from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
 from gatewright.train.optim import learning_rate
+from gatewright.train.prove_adapter import prove_reload
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
 from gatewright.train.step import train_step
@@ -59,6 +61,7 @@ def train(run: Run, *, console: Console) -> int:
         try:
             with listen(announce, say=say) as stop:
                 trainer = set_up(run, log=log)
+                write_coverage(trainer.coverage, folder)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if newest:
@@ -267,8 +270,10 @@ def _write_output(run: Run, trainer: Trainer) -> None:
     final = output_folder(run)
     partial = final.with_name(f".partial-{final.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    if run.method.adapter:
-        save_adapter(trainer.model, run.method.adapter, partial, base=run.model.path)
+    if run.adapter:
+        save_adapter(trainer.model, run.adapter, partial, base=run.model.path)
+        batch = trainer.loader.step(0)[0].to(trainer.device)
+        prove_reload(trainer.model, trainer.head, run.adapter, partial, base=run.model.path, batch=batch)
     else:
         trainer.model.save_pretrained(partial)
     trainer.tokenizer.save_pretrained(partial)

@@ -1,6 +1,5 @@
 """Everything a run needs, built in one fixed order: data, model, adapters, proofs, optimizer."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,12 @@ from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
-from gatewright.model.adapters import add_adapters, train_everything
+from gatewright.model.adapter_files import load_adapter
+from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.attention import choose_kernel
+from gatewright.model.base_files import base_fingerprint, refuse_nan
 from gatewright.model.capacity import Capacity
+from gatewright.model.coverage import Coverage, by_role, coverage
 from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
@@ -26,6 +28,7 @@ from gatewright.packing.lengths import padded_fill
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
+from gatewright.train.choose_experts import choose_experts
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -45,6 +48,8 @@ class Trainer:
     model: PreTrainedModel
     head: Head
     parameters: Named
+    coverage: list[Coverage]
+    """What trains, by role and layer."""
     optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: Loader | None
@@ -64,12 +69,7 @@ def refuse_unsupported(run: Run) -> list[Finding]:
         wrong.append("parallel: this version trains in one process; leave it out, or set auto")
     if wrong:
         raise RunFileError("\n".join(wrong))
-    findings = []
-    adapter = run.method.adapter
-    if adapter and adapter.dropout and "experts" in adapter.targets:
-        text = f"method.adapter.dropout {adapter.dropout} applies to linear layers only; adapters of experts take none"
-        findings.append(Finding(severity="warning", text=text))
-    return findings
+    return []
 
 
 def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
@@ -80,16 +80,17 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     device = pick_device()
     # Data first: its mistakes are the most common, and cost little to find.
     documents = _prepare_data(run, log=log)
-    model, head = _prepare_model(run, device=device, log=log)
+    model, head, covered = _prepare_model(run, documents.loader, device=device, log=log)
     router = _prepare_router(run, model, documents.held_out or documents.loader, device=device, log=log)
     parameters = trainable(model)
-    fingerprint = {"data": documents.fingerprint, "base model": _model_fingerprint(Path(run.model.path))}
+    fingerprint = {"data": documents.fingerprint, "base model": base_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
         tokenizer=documents.tokenizer,
         model=model,
         head=head,
         parameters=parameters,
+        coverage=covered,
         optimizer=build_optimizer(parameters, run.train, router=router.parameters if router else ()),
         loader=documents.loader,
         held_out=documents.held_out,
@@ -146,7 +147,9 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
     )
 
 
-def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
+def _prepare_model(
+    run: Run, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+) -> tuple[PreTrainedModel, Head, list[Coverage]]:
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
     model = load_model(
         run.model,
@@ -156,8 +159,9 @@ def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], Non
         note=lambda text: log(Finding(severity="note", text=text)),
     )
     base_parameters = sum(p.numel() for p in model.parameters())
-    adapter = run.method.adapter
-    coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
+    refuse_nan(model, source=run.model.path)
+    _let_train(run, model, loader, device=device, log=log)
+    covered = coverage(model, optimizer=run.train.optimizer)
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
@@ -179,10 +183,32 @@ def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], Non
             top_k=config.get("num_experts_per_tok") or config.get("moe_topk") or 0,
             attention=f"{kernel.name} ({kernel.reason})",
             experts_kernel="grouped_mm" if experts else "none",
-            coverage=coverage,
+            coverage=by_role(covered),
         )
     )
-    return model, head
+    return model, head, covered
+
+
+def _let_train(
+    run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+) -> None:
+    """Adapters in place and the weights that train unfrozen, as the run file says."""
+    adapter = run.adapter
+    if adapter is None:
+        train_weights(model, run.method.roles, router=run.router.train)
+        return
+    chosen = choose_experts(run, model, loader, device=device)
+    notes = add_adapters(
+        model,
+        adapter,
+        seed=run.train.seed,
+        chosen=chosen.layers if chosen else None,
+        kept=() if run.router_trains else ("router",),
+    )
+    for note in [*notes, *([chosen.note] if chosen else [])]:
+        log(Finding(severity="note", text=note))
+    if adapter.start:
+        load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
 def _prepare_router(
@@ -258,11 +284,3 @@ def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: 
         lower_bound_packs=packs.lower_bound,
         padded_fill=padded_fill(view.lengths, batch_size=max(1, round(len(view.lengths) / plan.packs_per_epoch))),
     )
-
-
-def _model_fingerprint(folder: Path) -> str:
-    """sha256 over config.json and the names and sizes of the weight files."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gatewright.model.adapters import load_adapter, save_adapter
+from gatewright.model.adapter_files import load_adapter, save_adapter
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
 from gatewright.train.optim import optimizer_tensors, restore_optimizer
@@ -36,8 +36,8 @@ class Progress:
 
 def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress) -> None:
     """Writes everything a resume needs into a checkpoint folder."""
-    if run.method.adapter:
-        save_adapter(trainer.model, run.method.adapter, folder / "adapter", base=run.model.path)
+    if run.adapter:
+        save_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
     else:
         weights = {name: p.detach().cpu().contiguous() for name, p in trainer.parameters.items()}
         save_file(weights, folder / "weights.safetensors")
@@ -70,8 +70,8 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
                 f"{folder} was trained on another {what} (fingerprint {then[:12]} then, {now[:12]} now); "
                 "restore it, or give this run another name"
             )
-    if run.method.adapter:
-        load_adapter(trainer.model, folder / "adapter")
+    if run.adapter:
+        load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
     else:
         saved = load_file(folder / "weights.safetensors")
         for name, parameter in trainer.parameters.items():
