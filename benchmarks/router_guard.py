@@ -54,10 +54,7 @@ def main() -> None:
 def measure(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     base = make_base(folder, steps=asked.pretraining_steps)
-    documents(folder / "headers.jsonl", sources(Path(torch.__file__).parent / "include", "*.h"), count=4096, seed=2)
-    documents(
-        folder / "headers-held-out.jsonl", sources(Path(torch.__file__).parent / "include", "*.h"), count=64, seed=3
-    )
+    write_headers(folder)
     return {
         name: fine_tune(folder, base, name, router, steps=asked.steps, lr=asked.lr)
         for name, router in {
@@ -66,6 +63,13 @@ def measure(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
             "with guard": HOT | {"guard": {"action": ACTIONS}},
         }.items()
     }
+
+
+def write_headers(folder: Path) -> None:
+    """The C++ of torch's headers, to train on and held out."""
+    text = sources(Path(torch.__file__).parent / "include", "*.h")
+    documents(folder / "headers.jsonl", text, count=4096, seed=2)
+    documents(folder / "headers-held-out.jsonl", text, count=64, seed=3)
 
 
 def make_base(folder: Path, *, steps: int) -> Path:
@@ -104,9 +108,11 @@ def fine_tune(folder: Path, base: Path, name: str, router: dict[str, Any], *, st
         "dead": [sum(look["dead"]) for look in health],
         "starved": [sum(look["starved"]) for look in health],
         "kl": [sum(look["kl"]) / len(look["kl"]) for look in health],
+        "drift": [max(look["drift"]) for look in health],
         "overlap": [sum(look["overlap"]) / len(look["overlap"]) for look in health],
         "loss": {event["step"]: event["loss"] for event in evaluations},
         "actions": [{k: e[k] for k in ("step", "level", "action", "detail")} for e in events if e["kind"] == "guard"],
+        "data_steps": [event["data_step"] for event in events if event["kind"] == "step"],
         "look_share": sum(look["seconds"] for look in health[1:])
         / sum(event["step_s"] for event in events if event["kind"] == "step"),
     }

@@ -98,6 +98,8 @@ class StepDone:
     """Mean over layers of E·Σ f·P (1 when balanced), before its weight; None where it is not computed."""
     z_loss: float | None = None
     """Mean over layers and tokens of logsumexp(logits)², before its weight; None where it is not computed."""
+    data_step: int | None = None
+    """Whose data it took, counted from 0: step - 1, more after a rollback that skipped some."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
 

@@ -143,6 +143,7 @@ def _steps(
             dropped_tokens=0 if result.dropped is None else int(result.dropped.sum()),
             expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
             dropped_by_layer=[] if result.dropped is None else result.dropped.tolist(),
+            data_step=index + progress.skipped_steps,
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
             router_lr=lr * router_scale if router_scale else None,
