@@ -220,7 +220,7 @@ def show(
 ) -> None:
     """Print what a machine's preset sets for a job, and why."""
     from gatewright.campaign.presets import find_preset, presets
-    from gatewright.campaign.status_text import render_preset
+    from gatewright.campaign.preset_text import render_preset
 
     if name is not None:
         typer.echo(render_preset(find_preset(name)))

@@ -7,9 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gatewright.campaign.advice import hours
-from gatewright.campaign.presets import Preset
 from gatewright.campaign.status import CampaignStatus, StageStatus, totals
+from gatewright.report.units import duration
 from gatewright.spec.campaign import Life
 
 BAR = 12
@@ -45,7 +44,7 @@ def _cells(stage: StageStatus) -> list[RenderableType]:
         stage.name,
         Text(stage.state, style=COLOURS.get(stage.state, "")),
         bar(stage.step, stage.steps),
-        "" if stage.remaining_s is None else hours(stage.remaining_s),
+        "" if stage.remaining_s is None else duration(stage.remaining_s),
         f"{stage.links_used}/{stage.links}",
         "" if stage.checkpoint is None else f"{stage.checkpoint:,}",
         "" if stage.loss is None else f"{stage.loss:.4f}",
@@ -83,7 +82,7 @@ def _lives(lives: Sequence[Life]) -> Table:
         table.add_row(
             life.job + (f" (start {life.restart + 1})" if life.restart else ""),
             time.strftime("%d %b %H:%M:%S", time.localtime(life.started)),
-            "" if life.ended is None else hours(life.ended - life.started),
+            "" if life.ended is None else duration(life.ended - life.started),
             "" if life.first_step is None else f"{life.first_step:,}–{life.last_step:,}",
             "" if life.checkpoint_after is None else f"{life.checkpoint_after:,}",
             life.outcome or "working",
@@ -103,27 +102,6 @@ def render_list(statuses: Sequence[CampaignStatus]) -> RenderableType:
         )
         table.add_row(status.name, states, str(status.folder))
     return table
-
-
-def render_preset(preset: Preset) -> str:
-    """What a machine's preset sets, and why."""
-    facts = {
-        "GPUs": f"{preset.per_node} × {preset.gpu} a node" if preset.gpu else None,
-        "partition": preset.partition,
-        "CPU partition": preset.cpu_partition,
-        "limits": ", ".join(f"{name} {limit}" for name, limit in preset.limits.items()) or None,
-        "launcher": {"srun": "srun, one task a GPU", "torchrun": "torchrun, one task a node"}[preset.launcher],
-        "asks for GPUs": preset.gpu_option.format(gpus=preset.per_node or "N"),
-        "cores": f"{preset.cpus_per_gpu} a GPU" if preset.cpus_per_gpu else None,
-        "memory": f"{preset.memory_gib} GiB a node" if preset.memory_gib else None,
-        "core binding": f"{preset.cpu_bind} ({preset.cpu_bind_why})" if preset.cpu_bind else None,
-        "container": preset.container_option or None,
-        "binds": ", ".join(preset.binds) or None,
-    }
-    lines = [f"{preset.name}: {preset.title}", f"  from {preset.source} ({preset.date})"]
-    lines += [f"  {name + ':':<15} {text}" for name, text in facts.items() if text is not None]
-    lines += [f"  export {one.name}={one.value}\n      {one.why}" for one in preset.env]
-    return "\n".join([*lines, *(f"  Note: {note}" for note in preset.notes)])
 
 
 def dollars(usd: float) -> str:
