@@ -12,6 +12,7 @@ from gatewright.spec.read import dump_run, read_run
 from gatewright.spec.run import Run
 from gatewright.spec.same_run import changed
 
+
 @contextmanager
 def open_run_folder(run: Run) -> Iterator[Path]:
     """Yields the run's folder, held under an exclusive lock, with the resolved run file in it.
