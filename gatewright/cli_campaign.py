@@ -101,21 +101,18 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how campaigns stand: progress, time left, links used, last checkpoint, health, cost."""
-    from rich.console import Console
-
     from gatewright.campaign.status_text import render_campaign, render_table
 
     if as_json:
         _print_json(_statuses(name, runs_dir)[0])
         return
-    console = Console()
     while True:
         statuses, note = _statuses(name, runs_dir)
         if watch:
-            console.clear()
-        console.print(render_campaign(statuses[0]) if name else render_table(statuses))
+            typer.echo("\033[2J\033[H", nl=False)
+        typer.echo(render_campaign(statuses[0]) if name else render_table(statuses))
         if note:
-            console.print(note, style="yellow", highlight=False)
+            typer.echo(note, err=True)
         if not watch:
             return
         time.sleep(3.0)
@@ -152,11 +149,9 @@ def _print_json(statuses: list["CampaignStatus"]) -> None:
 
 def list_campaigns(runs_dir: RunsDir = Path("runs")) -> None:
     """List campaigns and the states of their stages."""
-    from rich.console import Console
-
     from gatewright.campaign.status_text import render_list
 
-    Console().print(render_list(_statuses(None, runs_dir)[0]))
+    typer.echo(render_list(_statuses(None, runs_dir)[0]))
 
 
 def cancel(
@@ -219,8 +214,8 @@ def show(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A machine; default: list them.")] = None,
 ) -> None:
     """Print what a machine's preset sets for a job, and why."""
+    from gatewright.campaign.preset_text import render_preset
     from gatewright.campaign.presets import find_preset, presets
-    from gatewright.campaign.status_text import render_preset
 
     if name is not None:
         typer.echo(render_preset(find_preset(name)))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gatewright.planner.plan_run import plan_run
+from gatewright.report.units import duration
 from gatewright.spec.campaign import Stage
 from gatewright.spec.errors import GatewrightError
 from gatewright.spec.read import read_run
@@ -21,7 +22,7 @@ def advise(gate: dict[str, Any], stage: Stage) -> tuple[str, ...]:
     needed_s, left_s, link_s = float(gate["needed_s"]), float(gate["left_s"]), float(gate["link_s"])
     lines = [
         f"hopeless at step {step}: {steps - step:,} steps at {step_s:.3g} s, with their evaluations and saves, need "
-        f"{hours(needed_s)}; the links that are left have {hours(left_s)}"
+        f"{duration(needed_s)}; the links that are left have {duration(left_s)}"
     ]
     links = stage.links + math.ceil(max(0.0, ROOM * needed_s - left_s) / link_s) if link_s > 0 else None
     if links is not None:
@@ -57,10 +58,3 @@ def _planned_step_s(run: Run, *, nodes: int) -> float | None:
     assert run.hardware is not None
     plan = plan_run(run, gpus=nodes * run.hardware.per_node)
     return plan.chosen.time.step_s if plan.chosen is not None and plan.chosen.time is not None else None
-
-
-def hours(seconds: float) -> str:
-    """Seconds as a person budgets them: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

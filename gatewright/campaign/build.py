@@ -14,7 +14,8 @@ from gatewright.campaign.presets import Preset, find_preset
 from gatewright.campaign.read import TRAIN, Asked
 from gatewright.campaign.sbatch import job_script
 from gatewright.planner.catalogue import find_gpu, find_shape
-from gatewright.spec.campaign import Campaign, Resources, Stage, StageFile, jobs_folder, seconds_of
+from gatewright.spec.campaign import Campaign, Resources, Stage, jobs_folder, seconds_of
+from gatewright.spec.campaign_file import StageFile
 from gatewright.spec.errors import GatewrightError, RunFileError
 from gatewright.spec.read import dump_run
 from gatewright.spec.run import Cluster, Run

@@ -35,6 +35,14 @@ def is_done(stage: Stage, jobs: JobsFolder, campaign: Campaign) -> bool:
     return done == stage_fingerprint(stage, jobs, where=Path(campaign.where))
 
 
+def looks_done(stage: Stage, folder: StageFolder) -> bool:
+    """Whether the stage was finished with the configuration it has; its inputs are not read again, which takes time."""
+    try:
+        return bool(read_json(folder.done)["config"] == stage.config)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _done_fingerprint(folder: StageFolder) -> str | None:
     try:
         return str(read_json(folder.done)["fingerprint"])

@@ -285,7 +285,10 @@ def settle(link: Link, life: Life, ending: Ending) -> int:
     say(f"{ending.outcome}: {ending.reason}")
     if ending.outcome == "done":
         fingerprint = stage_fingerprint(link.stage, link.jobs, where=link.where)
-        write_json(link.folder.done, {"fingerprint": fingerprint, "job": link.me.job, "time": time.time()})
+        write_json(
+            link.folder.done,
+            {"fingerprint": fingerprint, "config": link.stage.config, "job": link.me.job, "time": time.time()},
+        )
         return leave(link, "the stage is done")
     step = next_step([*past_lives(link), life], links=link.stage.links)
     if link.folder.halt.exists():  # cancelled while it worked

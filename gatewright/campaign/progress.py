@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-TAIL_BYTES, GLANCE_BYTES = 2**20, 2**15
+TAIL_BYTES, GLANCE_BYTES = 2**20, 2**14
 """How much of the end of the file is read: for a judgement, and for a table of many runs."""
 WARM_UP_STEPS = 5
 """Steps of a process that compile and tune; no estimate rests on them."""

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from gatewright.spec.campaign import CampaignFile, StageFile
+from gatewright.spec.campaign_file import CampaignFile, StageFile
 from gatewright.spec.document import Place, read_yaml
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.keys import nearest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gatewright.campaign.advance import comment_of
-from gatewright.campaign.fingerprint import is_done
+from gatewright.campaign.fingerprint import looks_done
 from gatewright.campaign.folder import JobsFolder, StageFolder, newest_checkpoint, read_json
 from gatewright.campaign.ledger import entry_of
 from gatewright.campaign.progress import RunProgress, glance
@@ -126,7 +126,7 @@ def _state(
     asked: bool,
 ) -> tuple[str, str, str]:
     """State, detail and job of a stage: what its own records say, then what the queue says."""
-    if is_done(stage, jobs, campaign):
+    if looks_done(stage, folder):
         return "done", "", lives[-1].job if lives else ""
     alive = [job for job in mine if job.alive]
     for job in alive:
@@ -136,7 +136,7 @@ def _state(
         return "halted", str(read_json(folder.halt)["reason"]), lives[-1].job if lives else ""
     if alive:
         return "queued", _waiting_for(alive[0]), alive[0].id
-    waits_for = [need for need in stage.needs if not is_done(campaign.stage(need), jobs, campaign)]
+    waits_for = [need for need in stage.needs if not looks_done(campaign.stage(need), jobs.stage(need))]
     if waits_for:
         return "waiting", f"for {', '.join(waits_for)}", ""
     open_life = next((life for life in lives if life.outcome is None), None)

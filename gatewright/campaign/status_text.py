@@ -1,129 +1,114 @@
-"""Campaigns on a terminal: a table with bars, one stage a line, and the lives of one campaign in full."""
+"""Campaigns on a terminal: a table with bars, one stage a line, and every start of a job of one campaign. Plain text
+with colours: a table of hundreds of runs must not take longer to lay out than to read."""
 
 import time
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from gatewright.campaign.advice import hours
-from gatewright.campaign.presets import Preset
 from gatewright.campaign.status import CampaignStatus, StageStatus, totals
+from gatewright.report.units import duration
 from gatewright.spec.campaign import Life
 
 BAR = 12
 COLOURS = {
-    "done": "green",
-    "running": "cyan",
-    "queued": "blue",
-    "waiting": "dim",
-    "ready": "yellow",
-    "halted": "red",
+    "done": typer.colors.GREEN,
+    "running": typer.colors.CYAN,
+    "queued": typer.colors.BLUE,
+    "ready": typer.colors.YELLOW,
+    "halted": typer.colors.RED,
 }
+RIGHT = {"eta", "links", "saved", "loss", "GPU-h", "cost", "for"}
+"""Columns of numbers."""
 
 
-def render_table(statuses: Sequence[CampaignStatus]) -> RenderableType:
+def render_table(statuses: Sequence[CampaignStatus]) -> str:
     """Every stage of every campaign, and what all of them cost."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("campaign", "stage", "state", "progress"):
-        table.add_column(name, no_wrap=True)
-    for name in ("eta", "links", "saved", "loss", "GPU-h", "cost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("notes", overflow="fold")
-    for status in statuses:
-        for number, stage in enumerate(status.stages):
-            table.add_row(status.name if number == 0 else "", *_cells(stage))
+    names = ("campaign", "stage", "state", "progress", "eta", "links", "saved", "loss", "GPU-h", "cost", "notes")
+    rows = [
+        (status.name if number == 0 else "", *_cells(stage))
+        for status in statuses
+        for number, stage in enumerate(status.stages)
+    ]
     gpu_hours, usd = totals(statuses)
     cost = f", {dollars(usd)}" if usd is not None else ""
-    return Group(table, Text(f"{gpu_hours:,.1f} GPU-hours so far{cost}", style="dim"))
+    return "\n".join([*table(names, rows), f"{gpu_hours:,.1f} GPU-hours so far{cost}"])
 
 
-def _cells(stage: StageStatus) -> list[RenderableType]:
+def _cells(stage: StageStatus) -> tuple[str, ...]:
     notes = "; ".join(filter(None, (stage.health, stage.detail.splitlines()[0] if stage.detail else "")))
-    return [
+    return (
         stage.name,
-        Text(stage.state, style=COLOURS.get(stage.state, "")),
+        stage.state,
         bar(stage.step, stage.steps),
-        "" if stage.remaining_s is None else hours(stage.remaining_s),
+        "" if stage.remaining_s is None else duration(stage.remaining_s),
         f"{stage.links_used}/{stage.links}",
         "" if stage.checkpoint is None else f"{stage.checkpoint:,}",
         "" if stage.loss is None else f"{stage.loss:.4f}",
         f"{stage.gpu_hours:,.1f}",
         "" if stage.usd is None else dollars(stage.usd),
         notes,
-    ]
+    )
 
 
-def bar(step: int, steps: int) -> Text:
-    """`━━━━━━──────  1,200/2,400`; empty before the run has said how long it is."""
+def bar(step: int, steps: int) -> str:
+    """`━━━━━━────── 1,200/2,400`; empty before the run has said how long it is."""
     if not steps:
-        return Text("")
+        return ""
     full = min(BAR, step * BAR // steps)
-    return Text.assemble(("━" * full, "green"), ("─" * (BAR - full), "dim"), f" {step:,}/{steps:,}")
+    return f"{'━' * full}{'─' * (BAR - full)} {step:,}/{steps:,}"
 
 
-def render_campaign(status: CampaignStatus) -> RenderableType:
+def render_campaign(status: CampaignStatus) -> str:
     """The table, every start of every job, and the reasons why stages halted."""
-    parts: list[RenderableType] = [render_table([status])]
+    parts = [render_table([status])]
     for stage in status.stages:
         if stage.lives:
-            parts += ["", Text(f"{stage.name}: every start of a job", style="bold"), _lives(stage.lives)]
+            parts += ["", typer.style(f"{stage.name}: every start of a job", bold=True), *_lives(stage.lives)]
         if stage.state == "halted":
-            parts += ["", Text(f"{stage.name} halted: {stage.detail}", style="red")]
-    return Group(*parts)
+            parts += ["", typer.style(f"{stage.name} halted: {stage.detail}", fg=typer.colors.RED)]
+    return "\n".join(parts)
 
 
-def _lives(lives: Sequence[Life]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "began", "for", "steps", "saved", "outcome"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    for life in lives:
-        table.add_row(
+def _lives(lives: Sequence[Life]) -> list[str]:
+    rows = [
+        (
             life.job + (f" (start {life.restart + 1})" if life.restart else ""),
             time.strftime("%d %b %H:%M:%S", time.localtime(life.started)),
-            "" if life.ended is None else hours(life.ended - life.started),
+            "" if life.ended is None else duration(life.ended - life.started),
             "" if life.first_step is None else f"{life.first_step:,}–{life.last_step:,}",
             "" if life.checkpoint_after is None else f"{life.checkpoint_after:,}",
             life.outcome or "working",
-            "; ".join((life.reason.splitlines() or [""])[:1] + list(life.notes)),
+            "; ".join([*life.reason.splitlines()[:1], *life.notes]),
         )
-    return table
+        for life in lives
+    ]
+    return table(("job", "began", "for", "steps", "saved", "outcome", "reason"), rows)
 
 
-def render_list(statuses: Sequence[CampaignStatus]) -> RenderableType:
+def render_list(statuses: Sequence[CampaignStatus]) -> str:
     """One line a campaign."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("campaign", "stages", "folder"):
-        table.add_column(name, no_wrap=True)
-    for status in statuses:
-        states = Text(", ").join(
-            Text(f"{stage.name} {stage.state}", style=COLOURS.get(stage.state, "")) for stage in status.stages
-        )
-        table.add_row(status.name, states, str(status.folder))
-    return table
+    rows = [
+        (status.name, ", ".join(f"{one.name} {one.state}" for one in status.stages), str(status.folder))
+        for status in statuses
+    ]
+    return "\n".join(table(("campaign", "stages", "folder"), rows))
 
 
-def render_preset(preset: Preset) -> str:
-    """What a machine's preset sets, and why."""
-    facts = {
-        "GPUs": f"{preset.per_node} × {preset.gpu} a node" if preset.gpu else None,
-        "partition": preset.partition,
-        "CPU partition": preset.cpu_partition,
-        "limits": ", ".join(f"{name} {limit}" for name, limit in preset.limits.items()) or None,
-        "launcher": {"srun": "srun, one task a GPU", "torchrun": "torchrun, one task a node"}[preset.launcher],
-        "asks for GPUs": preset.gpu_option.format(gpus=preset.per_node or "N"),
-        "cores": f"{preset.cpus_per_gpu} a GPU" if preset.cpus_per_gpu else None,
-        "memory": f"{preset.memory_gib} GiB a node" if preset.memory_gib else None,
-        "core binding": f"{preset.cpu_bind} ({preset.cpu_bind_why})" if preset.cpu_bind else None,
-        "container": preset.container_option or None,
-        "binds": ", ".join(preset.binds) or None,
-    }
-    lines = [f"{preset.name}: {preset.title}", f"  from {preset.source} ({preset.date})"]
-    lines += [f"  {name + ':':<15} {text}" for name, text in facts.items() if text is not None]
-    lines += [f"  export {one.name}={one.value}\n      {one.why}" for one in preset.env]
-    return "\n".join([*lines, *(f"  Note: {note}" for note in preset.notes)])
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; columns that are empty in every row are left out, and a state has its colour."""
+    kept = [number for number, name in enumerate(names) if any(row[number] for row in rows)]
+    widths = {number: max(len(names[number]), *(len(row[number]) for row in rows)) for number in kept}
+
+    def line(cells: Sequence[str], *, bold: bool = False) -> str:
+        texts = []
+        for number in kept:
+            text = cells[number]
+            padded = text.rjust(widths[number]) if names[number] in RIGHT else text.ljust(widths[number])
+            texts.append(typer.style(padded, fg=COLOURS.get(text), bold=bold) if bold or text in COLOURS else padded)
+        return "  ".join(texts).rstrip()
+
+    return [line(names, bold=True), *(line(row) for row in rows)]
 
 
 def dollars(usd: float) -> str:

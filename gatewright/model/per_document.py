@@ -12,7 +12,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MethodType
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from gatewright.model import sparse_attention
 
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_lengths")
+"""Keywords that tell a forward where documents end; train/forward.py writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,14 @@ def describe(model: nn.Module, device: torch.device) -> list[str]:
 def _scan_each_document(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on each document; the boundaries themselves are left out, it could not use them."""
     forward = type(self).forward
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
+    lengths = sparse_attention.lengths_of(kwargs)
+    if lengths is None:
         return forward(self, *args, **kwargs)
+    ends = [0, *accumulate(lengths)]
     kwargs = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
     # In training, Mamba's fused kernel multiplies by out_proj.weight itself, past an adapter on it.
     training, self.training = self.training, False
     try:
-        ends = cu_seqlens.tolist()
         pieces = [_cut((args, kwargs), ends[-1], *span) for span in pairwise(ends)]
         return join([forward(self, *cut_args, **cut_kwargs) for cut_args, cut_kwargs in pieces])
     finally:
@@ -111,10 +112,12 @@ def _scan_each_document(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _scan_with_boundaries(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on the whole row; its kernels take `cu_seq_lens_q` and `seq_idx`."""
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is not None:
-        document_S = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.int32)
-        kwargs["seq_idx"] = document_S.repeat_interleave(cu_seqlens.diff())[None]
+    lengths = sparse_attention.lengths_of(kwargs)
+    kwargs.pop("document_lengths", None)
+    if lengths is not None:
+        device = kwargs["cu_seq_lens_q"].device
+        document_T = [document for document, length in enumerate(lengths) for _ in range(length)]
+        kwargs["seq_idx"] = torch.tensor([document_T], dtype=torch.int32, device=device)
     return type(self).forward(self, *args, **kwargs)
 
 
@@ -132,16 +135,17 @@ def attend_each_document(
 ) -> Any:
     """An attention module's own forward on each document, with boundaries that hold that document alone."""
     forward = type(self).forward
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
+    lengths = sparse_attention.lengths_of(kwargs)
+    if lengths is None:
         return forward(self, *args, **kwargs)
-    ends, outputs = cu_seqlens.tolist(), []
+    ends, outputs = [0, *accumulate(lengths)], []
     for start, end in pairwise(ends):
+        length = end - start
         cut_args, cut_kwargs = _cut((args, kwargs), ends[-1], start, end)
-        alone = cu_seqlens.new_tensor((0, end - start))
-        cut_kwargs |= dict(zip(BOUNDARIES, (alone, alone, end - start, end - start), strict=True))
+        alone = kwargs["cu_seq_lens_q"].new_tensor((0, length))
+        cut_kwargs |= dict(zip(BOUNDARIES, (alone, alone, length, length, (length,)), strict=True))
         if mask is not None:
-            cut_kwargs["attention_mask"] = mask(self, end - start)
+            cut_kwargs["attention_mask"] = mask(self, length)
         outputs.append(forward(self, *cut_args, **cut_kwargs))
     return join(outputs)
 

@@ -125,7 +125,7 @@ def share(job: Job, policy: Policy, group: TensorGroup, *, count: int) -> Share:
         group=group,
         count=count,
         parameters=group.parameters / divisor,
-        matrices=group.linear_weights / divisor,
+        matrices=sum(part.weights for part in group.linears if part.name not in policy.plain_linears) / divisor,
         adapters=adapter_parameters(job, group) / adapter_divisor,
         shards=shards,
         trains=job.trains(group.role),

@@ -1,7 +1,7 @@
 """Held-out loss, and answers by greedy decoding compared with the answers in the data."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,16 +41,24 @@ def evaluate(
     max_new_tokens: int,
     loss_chunk_tokens: int,
     device: torch.device,
-) -> Evaluated:
-    """Mean loss over all held-out target tokens, and how many of `questions` are answered word for word."""
+    stopping: Callable[[], bool] = lambda: False,
+) -> Evaluated | None:
+    """Mean loss over all held-out target tokens, and how many of `questions` are answered word for word.
+
+    None where `stopping`, asked before every batch and every group of answers, said yes: half of it says nothing.
+    """
     began = time.perf_counter()
     model.eval()
     loss_sum, target_tokens = 0.0, 0
     for batch in loader.whole():
+        if stopping():
+            return None
         batch = batch.to(device)
         hidden_TH = hidden_states(model, batch)
         loss_sum += token_loss_sum(hidden_TH, head, batch.labels_T, chunk_tokens=loss_chunk_tokens).item()
         target_tokens += batch.target_tokens
+    if stopping():
+        return None
     answers = answer(model, tokenizer, questions, max_new_tokens=max_new_tokens, device=device)
     expected = [tokenizer.decode(q.answer, skip_special_tokens=True).strip() for q in questions]
     samples = [
