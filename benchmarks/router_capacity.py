@@ -24,7 +24,8 @@ from gatewright.data.view import DocumentView
 from gatewright.model.attention import choose_kernel
 from gatewright.model.load import load_model
 from gatewright.router.blocks import RoutingRecord, write_record
-from gatewright.router.capacity import Question, drop_share, estimate_capacity
+from gatewright.router.capacity import Question, estimate_capacity
+from gatewright.router.drop import drop_share
 from gatewright.spec import run as spec
 from gatewright.train.record_routing import record_routing
 
