@@ -1,4 +1,4 @@
-"""Does the capacity estimate keep its promise on held-out documents, where the i.i.d. formula does not?
+"""Whether the capacity estimate keeps its bound on held-out documents, and the i.i.d. formula does not.
 
 A tiny byte-level Qwen3-MoE learns Python from the standard library's sources; its routing on other sources is recorded;
 half of these documents give the capacity factor, the other half are routed with it. A few minutes on one CPU core.
