@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from gatewright.data.batch import Batch
 from gatewright.model.adapter_files import save_adapter
 from gatewright.model.coverage import write_coverage
+from gatewright.model.subset import never_routed_text
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
-from gatewright.spec.event import Evaluated, Event, GuardActed, Saved, Start, StepDone, Stop
+from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
@@ -183,7 +184,7 @@ def _steps(
             if health:
                 log(health)
             if acted:
-                progress, rolled_back = _act(run, folder, trainer, progress, acted, log=log)
+                progress, rolled_back = _act(run, folder, trainer, progress, stop, acted, log=log)
                 if rolled_back:
                     continue
 
@@ -198,6 +199,8 @@ def _steps(
         if last or best or at_gate or done.step % run.train.save_every_steps == 0:
             if last:
                 _write_output(run, trainer)
+                if silent := trainer.router.silent_experts() if trainer.router and run.adapter else {}:
+                    log(Finding(severity="warning", text=never_routed_text(silent)))
             _save(run, folder, trainer, progress, stop, log=log)
             saved_step = done.step
         if at_gate and _is_hopeless(gate, done.step, log=log):
@@ -236,7 +239,14 @@ def _save(
 
 
 def _act(
-    run: Run, folder: Path, trainer: Trainer, progress: Progress, acted: GuardActed, *, log: Callable[[Event], None]
+    run: Run,
+    folder: Path,
+    trainer: Trainer,
+    progress: Progress,
+    stop: StopRequest,
+    acted: GuardActed,
+    *,
+    log: Callable[[Event], None],
 ) -> tuple[Progress, bool]:
     """Carries out what the guard decided, as far as the router alone cannot, and logs it.
 
@@ -264,7 +274,11 @@ def _act(
     skipped = progress.skipped_steps
     if run.router.guard.after_rollback == "skip":
         skipped += progress.step - then.step
-    return replace(then, skipped_steps=skipped), True
+    progress = replace(then, skipped_steps=skipped)
+    # What was undone must not be what a restart finds newest, and it must find what the guard remembers.
+    checkpoint.discard_after(folder / "checkpoints", then.step)
+    _save(run, folder, trainer, progress, stop, log=log)
+    return progress, True
 
 
 def _evaluate(

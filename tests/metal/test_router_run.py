@@ -194,6 +194,22 @@ def test_a_hot_router_collapses_without_the_guard_and_lives_with_it(collapse: Ca
     assert guarded["data_steps"] == [*range(40), *range(40, 40 + STEPS)], "skipped, not taken again"
 
 
+def test_experts_without_a_token_are_listed_at_the_end(tmp_path: Path) -> None:
+    """Counts of the whole run."""
+    base = tmp_path / "base-qwen3_moe"
+    run = tiny.make_run(tmp_path, "qwen3_moe", train__save_every_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        gate = model.model.layers[1].mlp.gate.weight
+        gate[:] = 0.0  # ties: the same two experts are chosen, always
+    model.save_pretrained(base)
+    assert run_quietly(run) == 0
+    [said] = [e["text"] for e in tiny.events(run, "finding") if "never got a token" in e["text"]]
+    counts = [torch.tensor(step["expert_tokens"]) for step in tiny.events(run, "step")]
+    silent = (torch.stack(counts).sum(dim=0) == 0).sum(dim=1)
+    assert silent[0] == 6 and said.startswith(f"{silent.sum()} experts") and "layer 1: " in said
+
+
 def test_a_rollback_may_take_the_data_again(collapse: Callable[..., dict[str, Any]]) -> None:
     again = {"action": ["lower_lr", "rollback"], "lower_lr_to": 0.01, "after_rollback": "repeat"}
     assert collapse("again", HOT | {"guard": again})["data_steps"] == [*range(40), *range(STEPS)]
