@@ -7,8 +7,7 @@ from gatewright.planner.catalogue import find_gpu
 from gatewright.planner.legal import advice, refusals
 from gatewright.planner.legal_rule import Backend, Setting
 from gatewright.planner.memory import estimate_memory
-from gatewright.planner.memory_states import optimizer_bytes
-from gatewright.planner.plan import trainable
+from gatewright.planner.memory_states import optimizer_bytes, trainable
 from gatewright.planner.policy import find_policy
 from gatewright.planner.weights import FORMATS, native_format
 from gatewright.preflight.job import Job
