@@ -70,9 +70,7 @@ def quantize_nf4(
             absmax[index, start // BLOCK :][: state.absmax.numel()] = state.absmax
     absmax = absmax.view(-1)
     offset = absmax.mean()
-    absmax8, state = bnb.quantize_blockwise(
-        absmax - offset, code=_absmax_code(device), blocksize=ABSMAX_BLOCK
-    )
+    absmax8, state = bnb.quantize_blockwise(absmax - offset, code=_absmax_code(device), blocksize=ABSMAX_BLOCK)
     parts = {"codes": codes.view(-1), "absmax": absmax8, "scale": state.absmax, "offset": offset}
     return NF4Weight(parts, shape=shape, dtype=dtype)
 

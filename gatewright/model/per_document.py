@@ -32,6 +32,8 @@ class Mixing:
     name: str
     reason: str
     forward: Callable[..., Any]
+    pads: bool = True
+    """Whether padding on the left changes nothing, when transformers decodes several prompts at once."""
 
 
 def choose_mixing(module: nn.Module, device: torch.device) -> Mixing | None:
@@ -42,17 +44,17 @@ def choose_mixing(module: nn.Module, device: torch.device) -> Mixing | None:
     parts, settings = module._modules, vars(module)
     if "compressor" in parts:
         reason = "keys compressed over a stretch of tokens"
-        return Mixing("one document at a time, with its mask", reason, _compressed_each_document)
+        return Mixing("one document at a time, with its mask", reason, _compressed_each_document, pads=False)
     if "indexer" in parts and "o_proj" in parts:
         return Mixing("boundaries to its indexer", "it chooses keys by itself", sparse_attention.hand_on_boundaries)
     if "wq_b" in parts and "index_topk" in settings:
         return Mixing("one document at a time", "keys are chosen within a document", sparse_attention.choose_keys)
     if settings.get("attn_temperature_tuning") and not settings.get("use_rope", True):
-        return Mixing("one document at a time", "temperature grows with the place in the row", _attend_each_document)
+        reason = "temperature grows with the place in the row"
+        return Mixing("one document at a time", reason, _attend_each_document, pads=False)
     if "slope_rate" in module._buffers:
-        return Mixing(
-            "one document at a time", "lightning attention has no kernel with boundaries", _scan_each_document
-        )
+        reason = "lightning attention has no kernel with boundaries"
+        return Mixing("one document at a time", reason, _scan_each_document, pads=False)
     if not any(isinstance(part, nn.Conv1d) for part in parts.values()):
         return None
     return _choose_scan(module, device)
@@ -81,6 +83,12 @@ def install(model: nn.Module, device: torch.device) -> None:
         mixing = choose_mixing(module, device)
         if mixing is not None:
             module.forward = MethodType(mixing.forward, module)  # type: ignore[method-assign]
+
+
+def takes_padding(model: nn.Module, device: torch.device) -> bool:
+    """Whether prompts of unequal length can be decoded together, padded on the left."""
+    mixings = (choose_mixing(module, device) for module in model.modules())
+    return all(mixing is None or mixing.pads for mixing in mixings)
 
 
 def describe(model: nn.Module, device: torch.device) -> list[str]:

@@ -138,6 +138,13 @@ def adapter_parameters(job: Job, group: TensorGroup) -> float:
     return job.adapter.parameters(group, hidden=job.shape.hidden, vocab=job.shape.vocab)
 
 
+def trainable(job: Job) -> int:
+    """Parameters that train: weights themselves, and adapters."""
+    groups = [group for group in job.shape.groups if group.role != "mtp"]
+    whole = sum(group.parameters for group in groups if job.trains(group.role))
+    return whole + round(sum(adapter_parameters(job, group) for group in groups))
+
+
 def weight_bytes(job: Job, policy: Policy, part: Share) -> float:
     """Stored weights of one group of a share, before ZeRO or FSDP divides them."""
     if part.trains:

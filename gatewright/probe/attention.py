@@ -73,8 +73,8 @@ def heads_of(folder: Path) -> Heads:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
-    text: Mapping[str, Any] = values.get("text_config") or values
     try:
+        text: Mapping[str, Any] = values.get("text_config") or values
         query = int(text["num_attention_heads"])
         key = int(text.get("num_key_value_heads") or query)
         if text.get("kv_lora_rank"):
@@ -82,7 +82,7 @@ def heads_of(folder: Path) -> Heads:
             key, v_dim = query, int(text["v_head_dim"])
         else:
             qk_dim = v_dim = int(text.get("head_dim") or text["hidden_size"] // query)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
         raise ModelError(f"{path} does not say the sizes of its attention heads") from None
     keys = min(key, MOST_KEY_HEADS)
     return Heads(query=keys * min(max(1, query // key), MOST_GROUP), key=keys, qk_dim=qk_dim, v_dim=v_dim)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatewright.data.loader import Loader
 from gatewright.data.view import DocumentView
-from gatewright.model import attention
+from gatewright.model import attention, per_document
 from gatewright.model.head import Head
 from gatewright.spec.event import Evaluated
 from gatewright.train.forward import hidden_states
@@ -107,11 +107,12 @@ def answer(
         return []
     stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
     answers = [""] * len(questions)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    rows_at_once = ROWS_AT_ONCE if per_document.takes_padding(model, device) else 1
     # The last position is a slice of the prompt: left as it is, torch would copy the head's weight once a row.
     whole = model.get_output_embeddings().register_forward_pre_hook(lambda head, inputs: (inputs[0].contiguous(),))
     try:
-        for rows in _groups([len(q.prompt) for q in questions]):
+        for rows in _groups([len(q.prompt) for q in questions], rows_at_once):
             longest = max(len(questions[i].prompt) for i in rows)
             padding = [longest - len(questions[i].prompt) for i in rows]
             prompts = [[stops[0]] * pad + questions[i].prompt for i, pad in zip(rows, padding, strict=True)]
@@ -133,11 +134,11 @@ def answer(
     return answers
 
 
-def _groups(lengths: list[int]) -> Iterator[list[int]]:
+def _groups(lengths: list[int], rows_at_once: int) -> Iterator[list[int]]:
     """Rows to decode together: of like length, shortest first, within the two limits."""
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if group and (len(group) == ROWS_AT_ONCE or (len(group) + 1) * lengths[row] > PROMPT_TOKENS_AT_ONCE):
+        if group and (len(group) == rows_at_once or (len(group) + 1) * lengths[row] > PROMPT_TOKENS_AT_ONCE):
             yield group
             group = []
         group.append(row)
