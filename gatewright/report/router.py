@@ -40,7 +40,7 @@ def router_html(report: Report) -> str:
             report, "kl", "Distance from step 0", "KL of the routing, nats, mean over layers", _mean_of_kl
         )
         starved = _chart(report, "starved", "Starved experts", "with less than a tenth of their share", _starved)
-        content += f'<div class="pair">{distance}{starved}</div>'
+        content += f'<div class="pair">{moved}{starved}</div>'
     if report.guard:
         columns = ["step", "level", "action", "what changed", "why"]
         content += table(columns, guard_rows(report), words=columns[1:])
