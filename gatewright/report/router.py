@@ -36,9 +36,7 @@ def router_html(report: Report) -> str:
         words=["router, on a fixed probe"],
     )
     if len(report.looks) > 1:
-        distance = _chart(
-            report, "kl", "Distance from step 0", "KL of the routing, nats, mean over layers", _mean_of_kl
-        )
+        moved = _chart(report, "kl", "Distance from step 0", "KL of the routing, nats, mean over layers", _mean_of_kl)
         starved = _chart(report, "starved", "Starved experts", "with less than a tenth of their share", _starved)
         content += f'<div class="pair">{moved}{starved}</div>'
     if report.guard:
