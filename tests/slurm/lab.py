@@ -162,8 +162,9 @@ class Lab:
             time.sleep(0.05)
 
     def set_node(self, name: str, state: str) -> None:
+        """down: its jobs end as NODE_FAIL. resume: back to work, unless it came back by itself."""
         reason = ("reason=test",) if state == "down" else ()
-        self.run("scontrol", "update", f"nodename={name}", f"state={state}", *reason)
+        self.run("scontrol", "update", f"nodename={name}", f"state={state}", *reason, check=state == "down")
 
     def controller(self) -> subprocess.Popen[bytes]:
         return self.daemons[1]

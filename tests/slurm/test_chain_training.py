@@ -22,17 +22,18 @@ from chains import (
 )
 from lab import Lab
 
-from gatewright.campaign.progress import read_progress
+from gatewright.campaign.progress import event_time, read_progress
 from gatewright.spec.read import dump_run
 from gatewright.spec.run import Run
 
-STEPS = 120
+STEPS = 40
 
 
 def training(folder: Path, **changes: object) -> Run:
     settings: dict[str, object] = {
-        "train__steps": STEPS, "train__save_every_steps": 5, "train__warmup_steps": 5, "method__adapter__dropout": 0.1,
-        "evaluate__data": str(folder / "heldout.jsonl"), "evaluate__every_steps": 40,
+        "train__steps": STEPS, "train__save_every_steps": 5, "train__warmup_steps": 5,
+        "train__tokens_per_step": 4000, "method__adapter__dropout": 0.1,
+        "evaluate__data": str(folder / "heldout.jsonl"), "evaluate__every_steps": 20,
         "cluster": {"time_limit": "14s", "links": 40, "memory_gib": 4},
     }  # fmt: skip
     return tiny.make_run(folder, "qwen3_moe", **settings | changes)
@@ -50,9 +51,13 @@ def adapter(run: Run) -> bytes:
 
 def test_a_chain_finishes_alone_and_with_the_weights_of_an_undisturbed_run(lab: Lab, tmp_path: Path) -> None:
     undisturbed = training(tmp_path, run="undisturbed")
+    began = time.time()
     lab.run(*GATEWRIGHT, "train", str(write(undisturbed, tmp_path)), cwd=tmp_path, timeout_s=200)
+    startup_s = (event_time(steps_of(undisturbed.folder)[0]) or began) - began
 
-    run = training(tmp_path, run="chain", train__steps=STEPS)
+    # links of a few seconds beyond what a start takes on this machine, and under its load of today
+    cluster = {"time_limit": f"{round(2.2 * startup_s + 4)}s", "links": 40, "memory_gib": 4}
+    run = training(tmp_path, run="chain", cluster=cluster)
     file = write(run, tmp_path)
     # a login session that is lost: the shell, and all that it started, is hung up on
     session = subprocess.Popen(
@@ -120,8 +125,9 @@ def continuous(run: Run) -> bool:
 def test_a_hopeless_run_stops_at_the_gate_and_no_further_link_begins(lab: Lab, tmp_path: Path) -> None:
     cluster = {"time_limit": "40s", "links": 2, "memory_gib": 4}
     run = training(
-        tmp_path, run="chain", train__steps=200_000, train__save_every_steps=50, cluster=cluster, evaluate=None
-    )
+        tmp_path, run="chain", train__steps=200_000, train__save_every_steps=50, train__tokens_per_step=400,
+        cluster=cluster, evaluate=None,
+    )  # fmt: skip
     file = write(run, tmp_path)
     submit(lab, file)
     folder = stage(tmp_path, "chain", "train")
@@ -140,7 +146,8 @@ def test_a_hopeless_run_stops_at_the_gate_and_no_further_link_begins(lab: Lab, t
 def test_a_signal_to_the_batch_script_saves_and_the_next_link_goes_on(
     lab: Lab, tmp_path: Path, signal_name: str
 ) -> None:
-    run = training(tmp_path, run="chain", train__steps=30, train__save_every_steps=1000, evaluate=None,
+    run = training(tmp_path, run="chain", train__steps=30, train__save_every_steps=1000, train__tokens_per_step=400,
+                   evaluate=None,
                    cluster={"time_limit": "2m", "links": 3, "memory_gib": 4})  # fmt: skip
     submit(lab, write(run, tmp_path))
     folder = stage(tmp_path, "chain", "train")
