@@ -8,7 +8,7 @@ from pathlib import Path
 from gatewright.campaign.advice import advise
 from gatewright.campaign.decide import retry_of
 from gatewright.campaign.folder import newest_checkpoint
-from gatewright.campaign.progress import RunProgress
+from gatewright.campaign.progress import RunProgress, read_progress
 from gatewright.campaign.slurm_read import Job, host_list
 from gatewright.doctor.diagnosis import judge
 from gatewright.doctor.scan import scan_log
@@ -53,7 +53,8 @@ def judge_ending(
 ) -> Ending:
     """Reads the ending from what the work said of itself, then from its exit code, then from its log."""
     said = progress.stop_reason if stage.trains else None
-    if code == DONE or said == "finished":
+    # srun also returns 0 when a node failed under it: of a run, only its own word counts
+    if said == "finished" or (code == DONE and (not stage.trains or _has_finished(stage))):
         missing = [name for name in stage.outputs if not (where / name).exists()]
         if not missing:
             return Ending(outcome="done", reason="finished")
@@ -67,6 +68,11 @@ def judge_ending(
     if asked:
         return Ending(outcome="killed", reason=f"{asked}, and it did not save in time")
     return _by_log(stage, life, code=code, log=log, offset=offset)
+
+
+def _has_finished(stage: Stage) -> bool:
+    """Whether the run said so in an earlier life already: then this one had nothing to do."""
+    return stage.folder is not None and read_progress(Path(stage.folder)).stop_reason == "finished"
 
 
 def _hopeless(progress: RunProgress, stage: Stage) -> str:

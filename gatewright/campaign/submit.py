@@ -28,7 +28,6 @@ from gatewright.spec.plan import Plan
 from gatewright.spec.read import read_run
 from gatewright.spec.run import Run
 
-
 MEMORY_RULES = ("GW401",)
 
 
@@ -219,6 +218,8 @@ def _write(built: Built) -> None:
             write_text(folder.script, built.scripts[stage.name])
             if stage.name in built.run_files:
                 write_text(folder.run_file, built.run_files[stage.name])
+            if stage.name in built.commands:
+                write_text(folder.command, built.commands[stage.name])
         built.jobs.write_campaign(built.campaign)
         for stage in built.campaign.stages:
             built.jobs.stage(stage.name).halt.unlink(missing_ok=True)
