@@ -14,6 +14,7 @@ from gatewright.planner.ask import (
 )
 from gatewright.planner.catalogue import gpus as all_gpus
 from gatewright.planner.job import Adapter, Job, Method
+from gatewright.planner.knobs import knobs
 from gatewright.planner.memory_states import trainable
 from gatewright.planner.search import Found, Question, fewest_gpus, search
 from gatewright.planner.targets import adapter_of
@@ -43,6 +44,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         refuse_fixed(question, found)
         open_question = replace(question, layout=None)
         fewest = None if found.fitting and gpus == 1 else fewest_gpus(open_question, most=max(gpus, 64))[0]
+    subject = found.best or next(iter(found.too_large), None)
     return Plan(
         model=question.job.shape.name,
         parameters=question.job.shape.parameters,
@@ -55,6 +57,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         chosen=found.best,
         alternatives=found.fitting[1:5],
         rejected=near_misses(found),
+        knobs=knobs(question, found.layouts[subject.layout]) if subject is not None else (),
         fewest_gpus=1 if found.fitting and gpus == 1 else fewest,
         notes=notes(question, gpus=gpus),
     )
