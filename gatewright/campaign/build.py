@@ -25,7 +25,9 @@ MODEL_TIMES, MODEL_ROOM_GIB = 2.2, 16
 """A stage that holds a model has room for it, for the copy it makes, and for the files being written."""
 LEAST_LEAD_S, USUAL_LEAD_S = 1, 120
 COMMAND_FILE = """\
+trap : TERM  # the command hears it too, and may save
 (
+trap 'exit $?' TERM
 {command}
 )
 code=$?

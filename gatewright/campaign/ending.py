@@ -7,7 +7,6 @@ from pathlib import Path
 
 from gatewright.campaign.advice import advise
 from gatewright.campaign.decide import retry_of
-from gatewright.campaign.folder import newest_checkpoint
 from gatewright.campaign.progress import RunProgress, read_progress
 from gatewright.campaign.slurm_read import Job, host_list
 from gatewright.doctor.diagnosis import judge
@@ -86,10 +85,8 @@ def _by_log(stage: Stage, life: Life, *, code: int, log: Path | None, offset: in
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if root is None:
         return Ending(outcome="crashed", reason=_last_error(log, offset) or f"it ended with {how} and said nothing")
-    after = newest_checkpoint(Path(stage.folder)) if stage.folder else None
-    progressed = (after or 0) > (life.checkpoint_before or 0)
     text = f"{root.code} {root.name}: {root.text}"
-    match retry_of(None if root.kind == "unknown" else root.kind, code=root.code, progressed=progressed):
+    match retry_of(None if root.kind == "unknown" else root.kind):
         case "elsewhere":
             return Ending(outcome="fault", reason=text, faulty_nodes=_faulty(root, life))
         case "again":

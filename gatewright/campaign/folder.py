@@ -185,8 +185,12 @@ def _take(lock: Path) -> bool:
             os.rename(lock, gone)
             gone.unlink()
         return False
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}, file)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}, file)
+    except OSError as error:
+        lock.unlink(missing_ok=True)
+        raise JobsFolderError(f"{lock}: cannot be written ({error.strerror}); nothing was submitted") from None
     return True
 
 

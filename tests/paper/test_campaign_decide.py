@@ -59,7 +59,7 @@ def test_links_that_had_nothing_to_do_do_not_count() -> None:
         ("node_fail", "elsewhere"), ("gpu_fault_xid", "elsewhere"), ("gpu_fault_hsa", "elsewhere"),
         ("rccl_hang", "elsewhere"), ("time_limit", "again"), ("preempted", "again"), (None, "again"),
         ("gpu_oom", "never"), ("gpu_oom_resume", "never"), ("loss_nan", "never"), ("quota", "never"),
-        ("chat_template", "never"), ("host_oom", "never"), ("disk_full", "never"),
+        ("chat_template", "never"), ("disk_full", "never"), ("host_oom", "again"),
     ],
 )  # fmt: skip
 def test_the_retry_table(kind: str | None, retry: str) -> None:
@@ -70,12 +70,6 @@ def test_the_retry_table_speaks_of_kinds_that_the_doctor_knows() -> None:
     assert {cause.kind for cause in CAUSES} >= ELSEWHERE - {"no_gpu"}
     memory = {cause.kind for cause in CAUSES if cause.kind.startswith("gpu_oom")}
     assert memory and {retry_of(kind) for kind in memory} == {"never"}
-
-
-def test_a_process_killed_for_memory_goes_on_only_after_progress() -> None:
-    assert retry_of("host_oom", code="GW515", progressed=True) == "again"
-    assert retry_of("host_oom", code="GW515", progressed=False) == "never"
-    assert retry_of("host_oom", code="GW517") == "again"  # killed by nobody knows whom
 
 
 @pytest.mark.parametrize(
