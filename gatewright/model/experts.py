@@ -247,7 +247,11 @@ class _FrozenExperts(torch.autograd.Function):
         up, down = _linears(experts, x_TH.dtype, pairs, rows, update)
         up_S = _add_bias(experts, _up_name(experts), up(rows.spread(x_TH)), rows)
         weight_S1 = weight_Tk.reshape(-1)[rows.order_S, None]
-        y_SH = down((_activate(experts, up_S) * weight_S1).to(up_S.dtype))
+        inner_SI = _activate(experts, up_S)
+        # In place, unless the activation is the identity: up_S is kept.
+        weighted_SI = inner_SI * weight_S1 if inner_SI is up_S else inner_SI.mul_(weight_S1)
+        y_SH = down(weighted_SI.to(up_S.dtype))
+        del inner_SI, weighted_SI
         if experts.has_bias:
             y_SH += (_bias_rows(experts, "down_proj", rows) * weight_S1).to(y_SH.dtype)
         ctx.save_for_backward(x_TH, weight_Tk, up_S, *pairs)
@@ -269,15 +273,14 @@ class _FrozenExperts(torch.autograd.Function):
         grad_y_SH = rows.spread(grad_TH.to(up_S.dtype))
         weighted_SI = (inner_SI.detach() * weight_S1).to(up_S.dtype)
         grad_down_a, grad_down_b, grad_low = down.factor_grads(weighted_SI, grad_y_SH)
-        del weighted_SI
         grad_weighted_SI = down.input_grad(grad_y_SH, grad_low)
-        grad_weight_S = (grad_weighted_SI * inner_SI.detach()).sum(dim=1)
+        grad_weight_S = torch.mul(grad_weighted_SI, inner_SI.detach(), out=weighted_SI).sum(dim=1)
         if experts.has_bias:
             grad_weight_S += (grad_y_SH * _bias_rows(experts, "down_proj", rows)).sum(dim=1)
-        del grad_y_SH
+        del grad_y_SH, weighted_SI
         grad_weight_Tk = torch.zeros_like(weight_Tk)
         grad_weight_Tk.view(-1)[rows.order_S] = grad_weight_S.to(weight_Tk.dtype)
-        [grad_up_S] = torch.autograd.grad(inner_SI, up_S, (grad_weighted_SI * weight_S1).to(inner_SI.dtype))
+        [grad_up_S] = torch.autograd.grad(inner_SI, up_S, grad_weighted_SI.mul_(weight_S1).to(inner_SI.dtype))
         del inner_SI, grad_weighted_SI
         grad_up_a, grad_up_b, grad_low = up.factor_grads(rows.spread(x_TH), grad_up_S)
         grad_x_SH = up.input_grad(grad_up_S, grad_low)
