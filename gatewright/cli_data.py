@@ -58,7 +58,7 @@ def inspect(
         )
         return
     if model is None:
-        raise UserError(f"{file} holds documents, which a tokenizer has to count: give --model FOLDER.")
+        raise typer.BadParameter("documents are counted by a model's tokenizer: give --model FOLDER")
     from gatewright.data.inspect import inspect_data
 
     inspect_data(file, model=model, max_tokens=limit, capacity=capacity, knee_tokens=knee, console=Console())
