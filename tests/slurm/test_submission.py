@@ -132,6 +132,20 @@ def test_a_dead_controller_is_one_sentence_and_a_chain_outlives_it(lab: Lab, tmp
     wait_until(folder, folder.done.exists, "the end", within_s=60)
 
 
+def test_a_gpu_fault_is_tried_twice_more_on_other_nodes_and_then_a_person_is_asked(lab: Lab, tmp_path: Path) -> None:
+    xid = "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus."
+    more = f"--fail-at 12 --say '{xid}'"
+    file = write_standin(tmp_path, steps=40, step_s=0.02, save_every=20, limit="2m", links=1, more=more)
+    submit(lab, file)
+    folder = stage(tmp_path)
+    lab.wait_for(folder.halt.exists, "the chain to halt", within_s=60)
+    lives = folder.lives()
+    assert [life.outcome for life in lives] == ["fault"] * 3, story(folder)
+    assert len({life.nodes for life in lives}) == 3
+    assert all("GW547 xid" in life.reason for life in lives)
+    lab.wait_for(lambda: not lab.job_ids(), "the queue to be empty", within_s=20)
+
+
 def test_squeue_reads_the_same_as_text_and_as_json(lab: Lab, tmp_path: Path) -> None:
     script = "#!/bin/bash\n#SBATCH --comment='gatewright:/a b/c'\nsleep 30\n"
     (tmp_path / "job.sh").write_text(script)
