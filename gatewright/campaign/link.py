@@ -113,9 +113,9 @@ def run_link(link: Link) -> int:
     )
     link.folder.write_life(life)
     say(f"link {step.number} of {link.stage.links}, {_from(life)}")
-    if not step.last:
-        life = replace(life, successor=ensure_successor(link, exclude=step.exclude))
-        link.folder.write_life(life)
+    # Also after the last link that is allowed: were it lost to a fault, nobody would be left to go on.
+    life = replace(life, successor=ensure_successor(link, exclude=step.exclude))
+    link.folder.write_life(life)
     life, ending = work(link, step, life)
     link.folder.write_life(life)
     return settle(link, life, ending)
@@ -181,7 +181,7 @@ def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
     deadline = Deadline(link.began + link.stage.resources.time_limit_s, link.stage.signal_lead_s)
     watch = QueueWatch(link, step, deadline, successor=life.successor)
     watch.ask()
-    if not step.last and life.successor is None:
+    if life.successor is None:
         watch.next_ask = time.time()
     stop_file = link.folder.stop(link.me.key)
     stop_file.unlink(missing_ok=True)
@@ -281,7 +281,7 @@ class QueueWatch:
     def tick(self) -> None:
         if time.time() >= self.next_ask:
             self.ask()
-            if self.successor is None and not self.step.last:
+            if self.successor is None:
                 self.successor = ensure_successor(self.link, exclude=self.step.exclude)
 
     def ask(self) -> None:

@@ -98,6 +98,7 @@ def interrupt(lab: Lab, kind: str, job: str, node: str) -> bool:
             time.sleep(0.3)
             lab.set_node(node, "resume")
         case "requeue":
+            lab.run("scontrol", "update", f"jobid={job}", "requeue=1", check=False)
             lab.run("scontrol", "requeue", job, check=False)
     return True
 
