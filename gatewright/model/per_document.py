@@ -64,7 +64,7 @@ def _choose_scan(module: nn.Module, device: torch.device) -> Mixing:
     if device.type != "cuda":
         return Mixing(apart, f"{device.type} has no kernel with boundaries", _scan_each_document)
     if "A_log" not in module._parameters:
-        needed = ("causal_conv1d",)
+        needed: tuple[str, ...] = ("causal_conv1d",)
     elif "head_k_dim" in vars(module):
         needed = ("causal_conv1d", "fla")
     else:
