@@ -68,8 +68,8 @@ def load_model(
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if isinstance(error, KeyError) and error.args == (attention.NAME,):
             raise ModelError(
-                f"{folder}: {config.model_type} takes its attention from a table of its own, where ours cannot stand, so "
-                "it cannot be kept inside documents; docs/models.md lists the architectures that can be trained"
+                f"{folder}: {config.model_type} takes its attention from a table of its own, where ours cannot stand, "
+                "so it cannot be kept inside documents; docs/models.md lists the architectures that can be trained"
             ) from None
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
