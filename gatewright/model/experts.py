@@ -74,6 +74,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     `self` is transformers' experts module; the signature is that of its experts interface.
     """
     rows = sort_rows(self, top_k_index, top_k_weights)
+    if self.gatewright_dispatch is not None:
+        return self.gatewright_dispatch(self, hidden_states, top_k_weights, rows)
+    return run_experts(self, hidden_states, top_k_weights, rows)
+
+
+def run_experts(self: nn.Module, hidden_states: Tensor, top_k_weights: Tensor, rows: Rows) -> Tensor:
+    """The same for sorted rows, all of whose experts this rank has."""
     lora = self._modules.get(LORA)
     pairs = (
         [pair for name in (_up_name(self), "down_proj") for pair in (lora.A[name], lora.B[name])]
@@ -278,11 +285,13 @@ def grouped_mm(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def install(model: nn.Module) -> None:
-    """Points the model at our experts forward and tells each experts module which layer it is; dropless at first."""
+    """Points the model at our experts forward and tells each experts module which layer it is; dropless and whole at first."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for layer, experts in find_experts(model).items():
         experts.gatewright_layer = layer
         experts.gatewright_capacity = None
+        experts.gatewright_dispatch = None
+        experts.gatewright_first_expert = 0
 
 
 def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:
