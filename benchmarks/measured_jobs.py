@@ -28,6 +28,11 @@ VISION_PARAMETERS = 0.6e9
 """Of an image tower, where the row does not state the total (Qwen2.5-VL: 0.68e9, SigLIP: 0.43e9)."""
 HELLASWAG_TOKENS = 144
 """Longest of a batch of 32: the data's mean is 79 tokens."""
+LITGPT_ALL_LINEAR = r"^(gemma|phi)"
+"""litgpt's config_hub/finetune adapts every linear and the head of these, queries and values of the others; the table
+of measured rows does not say so."""
+LITGPT_DEVICES = {"phi-2": 2, "stablelm-base-alpha-3b": 2}
+"""`devices` of config_hub/finetune/*/full.yaml, where it is fewer than the GPUs of the machine that the row names."""
 
 
 def number(text: str, default: float | None = None) -> float:
@@ -64,7 +69,7 @@ def job_of(fields: dict[str, str]) -> Job:
         attention=attention_of(fields["attention"]),
         loss=loss_of(fields),
         optimizer=optimizer_of(fields["optimizer"] + " " + fields["optim_state_dtype"]),
-        accumulate=policy_of(fields) in ("ms-swift", "axolotl", "automodel"),
+        accumulate=policy_of(fields) in ("ms-swift", "axolotl", "automodel", "litgpt"),
         compiled=bool(re.search(r"(?<!no)compile", fields["loss_kernel"] + fields["note"])),
         layout=layout_of(fields),
         step_in_backward=("in_bwd" in fields["optimizer"] and "not in" not in fields["optimizer"])
@@ -119,6 +124,8 @@ def policy_of(fields: dict[str, str]) -> str:
         return "megatron-precision-aware"
     if key == "torchtitan" and re.search("_202412_|float8nocompile", fields["source"]):
         return "torchtitan-2024"
+    if key == "litgpt" and "tutorials/" in fields["source"]:
+        return "litgpt-2023"
     if key == "hf" and "peft" in name and "method_comparison" in name:
         return "peft"
     return key
@@ -164,6 +171,8 @@ ALL_LINEAR: tuple[TensorRole, ...] = ("attention", "linear_attention", "dense_ml
 def adapter_of(fields: dict[str, str]) -> Adapter:
     text = re.sub(r"\(.*?(default|typical).*?\)", "", fields["target_modules"].lower())
     rank = int(number(fields["lora_r"], 16))
+    if policy_of(fields).startswith("litgpt") and re.match(LITGPT_ALL_LINEAR, fields["model"].lower()):
+        return Adapter(rank=rank, roles=frozenset((*ALL_LINEAR, "head")), dropout=True)
     experts = "experts" in text and "not nn.linear" not in text and "shared expert" not in text
     if re.search(r"all[- ]linear|^all|linear_qkv,proj,fc1", text) or not text:
         megatron = policy_of(fields).startswith("megatron")
@@ -186,7 +195,12 @@ def adapter_of(fields: dict[str, str]) -> Adapter:
     if experts:
         roles_found.add("routed_experts")
         names.update(("gate_up_proj", "down_proj"))
-    return Adapter(rank=rank, roles=frozenset(roles_found or {"attention"}), names=frozenset(names) or None)
+    return Adapter(
+        rank=rank,
+        roles=frozenset(roles_found or {"attention"}),
+        names=frozenset(names) or None,
+        dropout=policy_of(fields).startswith("litgpt"),
+    )
 
 
 def storage_of(text: str, method: Method) -> Storage:
@@ -310,6 +324,8 @@ def layout_of(fields: dict[str, str]) -> Layout:
     cp_text = fields["cp_or_sp"]
     cp = int(number(cp_text, 1)) if re.search(r"cp|ulysses", cp_text.lower()) else 1
     known = fields["world_size"].isdigit()
+    if policy_of(fields).startswith("litgpt") and fields["method"] == "full":
+        fields = {**fields, "world_size": str(LITGPT_DEVICES.get(fields["model"], fields["world_size"]))}
     world = int(fields["world_size"]) if known else int(number(fields["world_size"], tp * pp * max(1, ep // tp) * 2))
     if "device_map" in text:
         pp = world

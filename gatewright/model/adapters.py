@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gatewright.model.experts import LORA, ExpertLora, find_experts, lora_shapes
+from gatewright.model.expert_lora import LORA, ExpertLora
+from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.roles import ROLES, is_attention, parameter_roles
 from gatewright.spec import run as spec
 from gatewright.spec.errors import CheckpointError, ModelError
@@ -42,7 +43,7 @@ def add_adapters(model: PreTrainedModel, adapter: spec.Adapter, *, seed: int) ->
     linears = {
         name: roles[f"{name}.weight"]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and roles.get(f"{name}.weight") in adapter.targets
+        if type(module).forward is nn.Linear.forward and roles.get(f"{name}.weight") in adapter.targets
     }
     experts = find_experts(model) if "experts" in adapter.targets else {}
     _refuse_empty(adapter, roles, linears, bool(experts))

@@ -9,6 +9,7 @@ Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from gatewright.model.sparse_attention import attend_masked, attend_to_chosen, band
 from gatewright.spec.errors import ModelError
 
 NAME = "gatewright"
@@ -72,6 +74,7 @@ def install(kernel: Kernel) -> None:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        indices: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **_: Any,
@@ -81,21 +84,43 @@ def install(kernel: Kernel) -> None:
                 f"{type(module).__name__} lost the document boundaries on the way to attention: this architecture "
                 "cannot train on packed documents"
             )
-        if attention_mask is not None or dropout:
-            raise ModelError(
-                f"{type(module).__name__} asks for an attention mask or attention dropout; neither is supported"
-            )
+        if dropout:
+            raise ModelError(f"{type(module).__name__} asks for attention dropout, which is not supported")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        cu_seqlens, longest = cu_seq_lens_q, max_length_q
+        if indices is not None:
+            if indices.shape[-1] < longest:
+                return attend_to_chosen(query, key, value, cu_seqlens, scale, indices), None
+        elif attention_mask is not None:
+            if len(cu_seqlens) != 2 or softcap is not None:
+                raise ModelError(f"{type(module).__name__} asks for an attention mask, which is not supported")
+            return attend_masked(query, key, value, attention_mask, scale, s_aux), None
+        chunk = _chunk_tokens(module)
+        if chunk is not None and chunk < longest:
+            cu_seqlens, longest = split_boundaries(cu_seqlens, chunk), chunk
         if softcap is not None or s_aux is not None:
-            out = attend_plain(query, key, value, cu_seq_lens_q, scale, sliding_window, softcap, s_aux)
+            out = attend_plain(query, key, value, cu_seqlens, scale, sliding_window, softcap, s_aux)
         else:
             # In multi-head latent attention values are narrower than keys, which varlen kernels refuse: zeros fill up.
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width)) if kernel.equal_widths else value
-            out = kernel.attend(query, key, value, cu_seq_lens_q, max_length_q, scale, sliding_window)[..., :width]
+            out = kernel.attend(query, key, value, cu_seqlens, longest, scale, sliding_window)[..., :width]
         return out, None
 
     AttentionInterface.register(NAME, forward)
+
+
+def _chunk_tokens(module: nn.Module) -> int | None:
+    """Tokens of a chunk in a layer whose attention never leaves its chunk (Llama 4); None elsewhere."""
+    tokens = getattr(module.config, "attention_chunk_size", None)
+    return tokens if tokens and module.config.layer_types[module.layer_idx] == "chunked_attention" else None
+
+
+def split_boundaries(cu_seqlens: Tensor, chunk: int) -> Tensor:
+    """The boundaries of documents and of their chunks, counted from the beginning of each document."""
+    ends = cu_seqlens.tolist()
+    starts = [place for a, b in pairwise(ends) for place in range(a, b, chunk)]
+    return cu_seqlens.new_tensor([*starts, ends[-1]])
 
 
 def attend_each_document(
@@ -107,7 +132,7 @@ def attend_each_document(
     outputs = []
     for q_i, k_i, v_i in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
         length = q_i.shape[2]
-        mask = None if window is None or length <= window else _band(length, window, q.device)
+        mask = None if window is None or length <= window else band(length, window, q.device)
         out = F.scaled_dot_product_attention(
             q_i, k_i, v_i, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
@@ -169,7 +194,7 @@ def attend_plain(
         scores = q_i @ k_i.transpose(-2, -1) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        allowed = _band(length, length if window is None else window, q.device)
+        allowed = band(length, length if window is None else window, q.device)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(~allowed, float("-inf"))
         if sinks_N is not None:
             sink = sinks_N.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -177,9 +202,3 @@ def attend_plain(
         weights = scores.softmax(dim=-1)[..., :length].to(v.dtype)
         outputs.append(weights @ v_i)
     return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: query t may look at keys t - window + 1 … t."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
-    return (distance >= 0) & (distance < window)

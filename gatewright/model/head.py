@@ -34,4 +34,5 @@ def head_of(model: PreTrainedModel) -> Head:
         raise ModelError(f"{type(model).__name__} has no language-model head")
     values = model.config.get_text_config().to_dict()
     scale = 1.0 / values["logits_scaling"] if values.get("logits_scaling") else values.get("logit_scale") or 1.0
+    scale *= values.get("lm_head_multiplier") or 1.0
     return Head(linear.weight, linear.bias, scale, values.get("final_logit_softcapping"))

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from gatewright.model import attention, experts
+from gatewright.model import attention, experts, experts_llama4, per_document
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
 
@@ -40,15 +40,19 @@ def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Ker
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
-    return put_seams(loaded, source=str(folder)).to(device)
+    return put_seams(loaded.to(device), source=str(folder))
 
 
 def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:
-    """The same model, frozen, with its experts behind our interface; attention is chosen when a model is built.
+    """The same model, frozen, with its experts behind our interface and its other token mixers inside their documents.
+
+    Attention is chosen when a model is built.
 
     Raises ModelError for a mixture of experts whose experts transformers does not run through its experts interface.
     """
+    experts_llama4.adopt(model)
     experts.install(model)
+    per_document.install(model, model.device)
     found = experts.find_experts(model)
     declared = routed_experts(model.config)
     if declared and not found:
@@ -122,7 +126,11 @@ def check_weights(folder: Path) -> None:
 def routed_experts(config: PretrainedConfig) -> int:
     """Routed experts a layer that the config declares, under any of its spellings; 0 for a dense model."""
     values = config.get_text_config().to_dict()
-    return max((values.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")), default=0)
+    # Nemotron-H writes a number of experts even where none of its layers has any.
+    if values.get("model_type") == "nemotron_h" and "moe" not in values["layers_block_type"]:
+        return 0
+    spellings = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max((values.get(key) or 0 for key in spellings), default=0)
 
 
 def _refuse_gaps(folder: Path, report: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ from gatewright.model.experts import find_experts
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared_experts", "norm", "head", "other")
 
 _ATTENTION = re.compile(r"(^|[._])(attn|attention|mixer|mamba|conv|short_conv)([._]|$)")
-_MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe)(\.|$)")
+_MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|shared_mlp)(\.|$)|\.mixer\.(up|gate|down)_proj\.")
+_NEITHER = re.compile(r"(^|\.)indexer\.|_hc\.")
+"""An indexer only chooses keys, and no gradient goes through a choice; hyper-connections mix residual streams."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
@@ -43,8 +45,12 @@ def _role(name: str, moe_blocks: Mapping[str, str]) -> str:
                 return "router"
     if re.search(r"norm|(^|\.)ln_?\w*\.(weight|bias)$", name):
         return "norm"
-    if is_attention(name):
-        return "attention"
+    if _NEITHER.search(name):
+        return "other"
+    if ".shared_mlp." in name and moe_blocks:
+        return "shared_experts"
     if _MLP.search(name):
         return "mlp"
+    if is_attention(name):
+        return "attention"
     return "other"

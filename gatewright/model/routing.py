@@ -89,7 +89,7 @@ def find_routers(model: nn.Module, experts: dict[int, nn.Module]) -> list[Router
         for name, child in block.named_children():
             weight = child._parameters.get("weight")
             if weight is not None and weight.dim() == 2 and weight.shape[0] == experts[layer].num_experts:
-                bias_E = None if bias is None else bias.view(-1)
+                bias_E = None if bias is None else bias.detach().view(-1)
                 routers.append(Router(layer, f"{block_name}.{name}", child, bias_E))
                 break
     return routers

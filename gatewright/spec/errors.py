@@ -7,7 +7,8 @@ GatewrightError
 │   └── ModelError            a model or adapter folder, or a model that cannot be trained as asked
 └── RunFailed        exit 1   a correct request that failed while it ran
     ├── CheckpointError       a checkpoint that is damaged or cannot be written
-    └── Diverged              loss or gradient stopped being a number
+    ├── Diverged              loss or gradient stopped being a number
+    └── RouterCollapsed       the guard was told to stop the run when the router collapses
 """
 
 from typing import ClassVar
@@ -50,3 +51,7 @@ class CheckpointError(RunFailed):
 
 class Diverged(RunFailed):
     """The loss or the gradient norm became NaN or infinite."""
+
+
+class RouterCollapsed(RunFailed):
+    """The guard's last action: the router is ill beyond the limits of the run file, and the run file says stop."""

@@ -173,6 +173,8 @@ class GuardActed:
     """One of router.guard.action, or none when the list is used up or holds nothing for this level."""
     detail: str
     """What changed, in numbers."""
+    resumed_step: int | None = None
+    """After a rollback: last step of the checkpoint it went back to; step events after it, written before, are void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ class Train(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, on matrices only (never on norms and biases)."""
+    """Decoupled weight decay, on matrices only (never on norms, biases and the router)."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm; null turns clipping off (the norm is still reported)."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -264,17 +264,54 @@ class Gate(Section):
     """Step at which the run's end is predicted and compared with the time it has."""
 
 
+class Container(Section):
+    kind: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
+    """How processes are started in it; pyxis is srun's own plugin."""
+    image: str = Field(min_length=1)
+    """Path of the image, or what pyxis takes for one."""
+    binds: list[str] = []
+    """Further folders to bind, as from[:to[:options]]. The working directory is always bound."""
+    python: str = "python"
+    """Interpreter in the image that has gatewright."""
+
+
 class Cluster(Section):
     kind: Literal["slurm"] = "slurm"
     """Queue that runs the campaign."""
+    machine: str = "plain"
+    """Preset of the machine, such as lumi-g, mi300x or h200: `gatewright cluster show` lists them."""
     partition: str | None = None
-    """SLURM partition."""
-    time_limit: Annotated[str, Field(pattern=r"^\d+(h|m|d)$", examples=["90m", "24h", "2d"])] = "24h"
-    """Time limit of one job, in minutes, hours or days."""
+    """SLURM partition; default: the preset's, else the cluster's own default."""
+    cpu_partition: str | None = None
+    """SLURM partition of stages without GPUs; default: the preset's, else `partition`."""
+    account: str | None = None
+    """Account, or project, that pays."""
+    qos: str | None = None
+    """Quality of service."""
+    time_limit: Annotated[str, Field(pattern=r"^\d+(s|m|h|d)$", examples=["90m", "24h", "2d"])] = "24h"
+    """Time limit of one job, in minutes, hours or days (or seconds: the queue rounds them up, the run does not)."""
     links: PositiveInt = 1
     """Jobs in the chain at most."""
     gate: Gate = Gate()
     """When to stop a hopeless run."""
+    launcher: Literal["auto", "srun", "torchrun"] = "auto"
+    """srun: one task a GPU. torchrun: one task a node. auto: the preset's."""
+    container: Container | None = None
+    """Image that training runs in. Default: the Python that submits, or `venv`."""
+    venv: str | None = None
+    """Virtual environment that training runs in."""
+    cpus_per_gpu: PositiveInt | None = None
+    """CPU cores a GPU; default: the preset's."""
+    memory_gib: PositiveInt | None = None
+    """Memory of a node to ask for; default: the preset's, else the partition's."""
+    setup: list[str] = []
+    """Shell lines before the launch, such as module load."""
+    env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*=", examples=["NCCL_DEBUG=INFO"])]] = []
+    """Environment variables as NAME=value, over those of the preset."""
+    sbatch: list[Annotated[str, Field(pattern=r"^--[a-z]", examples=["--reservation=training"])]] = []
+    """Further options of sbatch, such as --reservation=training."""
+    usd_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    """Price of a GPU-hour; default: the catalogue's."""
 
 
 class Run(Section):

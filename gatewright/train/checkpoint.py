@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +110,16 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def prune(root: Path, *, keep: int, best: Path | None) -> None:
-    """Removes all but the newest `keep` complete checkpoints and `best`."""
+def newest_up_to(root: Path, step: int) -> Checkpoint | None:
+    """The newest complete checkpoint of at most `step` steps; contents are not verified."""
+    return next((found for found in reversed(complete(root)) if found.step <= step), None)
+
+
+def prune(root: Path, *, keep: int, spare: Collection[Path]) -> None:
+    """Removes all but the newest `keep` complete checkpoints and those in `spare`."""
+    spared = {path.resolve() for path in spare}
     for old in complete(root)[:-keep]:
-        if best is None or old.path.resolve() != best.resolve():
+        if old.path.resolve() not in spared:
             # Renamed first, so that a kill in the middle of the removal leaves nothing that looks complete.
             doomed = root / f"{PARTIAL}old-{old.path.name}"
             os.rename(old.path, doomed)

@@ -1,7 +1,7 @@
 """What a person sees of a run: what will happen before step 1, then one line a step in fixed columns."""
 
 from gatewright.router.load import worst_load
-from gatewright.spec.event import DataLoaded, Evaluated, Event, Finding, ModelLoaded, StepDone
+from gatewright.spec.event import DataLoaded, Evaluated, Event, Finding, GuardActed, ModelLoaded, StepDone
 
 
 def announcement(event: Event) -> list[str]:
@@ -11,6 +11,8 @@ def announcement(event: Event) -> list[str]:
             return [f"{event.severity}: {event.text}"]
         case DataLoaded():
             return [data_line(event)]
+        case GuardActed():
+            return [f"guard     {event.level} at step {event.step}: {event.action} ({event.detail})", *event.reasons]
         case ModelLoaded():
             return model_lines(event)
         case _:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from gatewright.data.batch import Batch
 from gatewright.model.adapters import save_adapter
-from gatewright.spec.errors import Diverged, GatewrightError
-from gatewright.spec.event import Evaluated, Event, Saved, Start, StepDone, Stop
+from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
+from gatewright.spec.event import Evaluated, Event, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
@@ -101,15 +101,22 @@ def _steps(
     if progress.step == 0 and trainer.held_out:
         before = _evaluate(run, trainer, 0, before=None, log=log, say=say, trackers=trackers)
 
+    if progress.step == 0 and trainer.router:
+        log(trainer.router.first)
+        if "rollback" in run.router.guard.action:
+            _save(run, folder, trainer, progress, log=log)
+
     while progress.step < trainer.steps and not stop:
         index, began = progress.step, time.perf_counter()
-        batches = [batch.to(trainer.device) for batch in trainer.loader.step(index)]
+        batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
+        router_scale = trainer.router.lr_scale if trainer.router else 0.0
         try:
             result = train_step(
                 trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
                 lr=lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
+                router=trainer.router.loss if trainer.router else None, router_scale=router_scale,
             )  # fmt: skip
         except Diverged as error:
             raise Diverged(_explain_divergence(error, folder, batches, step=index + 1)) from None
@@ -130,8 +137,12 @@ def _steps(
             backward_s=result.backward_s,
             optimizer_s=result.optimizer_s,
             memory_bytes=peak_memory_bytes(trainer.device),
-            dropped_tokens=0,
+            dropped_tokens=0 if result.dropped is None else int(result.dropped.sum()),
             expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
+            dropped_by_layer=[] if result.dropped is None else result.dropped.tolist(),
+            balance_loss=result.balance_loss,
+            z_loss=result.z_loss,
+            router_lr=lr * router_scale if router_scale else None,
         )
         log(done)
         eta_s = statistics.median(recent_step_s) * (trainer.steps - done.step)
@@ -147,6 +158,15 @@ def _steps(
             tokens=progress.tokens + done.tokens,
             target_tokens=progress.target_tokens + done.target_tokens,
         )
+
+        if trainer.router and result.expert_tokens is not None:
+            health, acted = trainer.router.after_step(done.step, result.expert_tokens)
+            if health:
+                log(health)
+            if acted:
+                progress, rolled_back = _act(run, folder, trainer, progress, acted, log=log)
+                if rolled_back:
+                    continue
 
         last, every = done.step == trainer.steps, run.evaluate.every_steps if run.evaluate else None
         evaluated = None
@@ -168,9 +188,45 @@ def _save(run: Run, folder: Path, trainer: Trainer, progress: Progress, *, log: 
         root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress)
     )
     best = root / f"step-{progress.best_step:08d}" if progress.best_step is not None else None
-    checkpoint.prune(root, keep=run.train.keep_checkpoints, best=best)
+    spare = [best] if best else []
+    if trainer.router and "rollback" in run.router.guard.action:
+        healthy = checkpoint.newest_up_to(root, trainer.router.guard.healthy_step)
+        spare += [healthy.path] if healthy else []
+    checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
     seconds = time.perf_counter() - began
     log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=best == saved.path))
+
+
+def _act(
+    run: Run, folder: Path, trainer: Trainer, progress: Progress, acted: GuardActed, *, log: Callable[[Event], None]
+) -> tuple[Progress, bool]:
+    """Carries out what the guard decided, as far as the router alone cannot, and logs it.
+
+    Returns the progress to go on from and whether it was rolled back. Raises RouterCollapsed for `stop`.
+    """
+    assert trainer.router
+    if acted.action == "reset":
+        trainer.router.reset(trainer.optimizer)
+    if acted.action == "stop":
+        log(acted)
+        raise RouterCollapsed(
+            f"step {acted.step}: the router is ill and router.guard says stop: {'; '.join(acted.reasons)}. Lower "
+            "train.lr or router.lr_scale, set router.balance, or freeze the router; earlier checkpoints are kept"
+        )
+    if acted.action != "rollback":
+        log(acted)
+        return progress, False
+
+    found = checkpoint.newest_up_to(folder / "checkpoints", trainer.router.guard.healthy_step)
+    assert found, "a run whose guard may roll back begins with a checkpoint"
+    remembered = trainer.router.guard
+    then = restore(found.path, trainer=trainer, run=run)
+    trainer.router.remember(remembered)
+    log(replace(acted, resumed_step=then.step))
+    skipped = progress.skipped_steps
+    if run.router.guard.after_rollback == "skip":
+        skipped += progress.step - then.step
+    return replace(then, skipped_steps=skipped), True
 
 
 def _evaluate(

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from gatewright.spec import run as spec
 from gatewright.spec.errors import CheckpointError, UserError
 
 Named = dict[str, nn.Parameter]
+ROUTER = "router"
+"""Key of a parameter group: whether it is the router's."""
 
 
 def trainable(model: nn.Module) -> Named:
@@ -18,11 +21,14 @@ def trainable(model: nn.Module) -> Named:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(parameters: Named, train: spec.Train) -> torch.optim.Optimizer:
-    """AdamW over two groups: matrices with weight decay, norms and biases without."""
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def build_optimizer(parameters: Named, train: spec.Train, *, router: Collection[str] = ()) -> torch.optim.Optimizer:
+    """AdamW: matrices with weight decay, norms and biases without, and apart the parameters named in `router`."""
+    others = [p for name, p in parameters.items() if name not in router]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": train.weight_decay, ROUTER: False},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, ROUTER: False},
+        {"params": [parameters[n] for n in parameters if n in router], "weight_decay": 0.0, ROUTER: True},
+    ]
     groups = [group for group in groups if group["params"]]
     if train.optimizer == "adamw8bit":
         try:
@@ -56,9 +62,10 @@ def learning_rate(step: int, *, steps: int, train: spec.Train) -> float:
     return train.lr * (floor + (1.0 - floor) * share)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, *, router_scale: float = 1.0) -> None:
+    """`lr` for every group, `lr · router_scale` for the router's."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * router_scale if group[ROUTER] else lr
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, Tensor]:

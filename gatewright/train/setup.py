@@ -16,7 +16,8 @@ from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
 from gatewright.model.adapters import add_adapters, train_everything
 from gatewright.model.attention import choose_kernel
-from gatewright.model.experts import find_experts
+from gatewright.model.capacity import Capacity
+from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.recompute import recompute
@@ -24,11 +25,13 @@ from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
-from gatewright.spec.run import Run
+from gatewright.spec.run import Parallel, Run
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
 from gatewright.train.prove import prove_head, prove_isolation
+from gatewright.train.router import RouterControl
+from gatewright.train.router_findings import router_findings
 
 AUTO_MICRO_BATCH_TOKENS = 4096
 
@@ -48,6 +51,8 @@ class Trainer:
     questions: list[Question]
     steps: int
     moe_layers: list[int]
+    router: RouterControl | None
+    """None for a dense model."""
     fingerprint: dict[str, str]
     """What a resumed run must find unchanged: the data and the base model."""
 
@@ -55,18 +60,11 @@ class Trainer:
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
     wrong = []
-    if run.router.train or run.router.balance or run.router.z:
-        wrong.append("router.train, router.balance and router.z: the router is frozen in this version; set false, 0, 0")
-    if run.router.capacity != "dropless":
-        wrong.append("router.capacity: this version never drops tokens; set dropless")
     if run.parallel != "auto" and run.parallel.model_dump() != type(run.parallel)().model_dump():
         wrong.append("parallel: this version trains in one process; leave it out, or set auto")
     if wrong:
         raise RunFileError("\n".join(wrong))
     findings = []
-    if run.router.guard.action:
-        text = "router.guard has nothing to act on: the router is frozen"
-        findings.append(Finding(severity="note", text=text))
     adapter = run.method.adapter
     if adapter and adapter.dropout and "experts" in adapter.targets:
         text = f"method.adapter.dropout {adapter.dropout} applies to linear layers only; adapters of experts take none"
@@ -83,6 +81,7 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
     # Data first: its mistakes are the most common, and cost little to find.
     documents = _prepare_data(run, log=log)
     model, head = _prepare_model(run, device=device, log=log)
+    router = _prepare_router(run, model, documents.held_out or documents.loader, device=device, log=log)
     parameters = trainable(model)
     fingerprint = {"data": documents.fingerprint, "base model": _model_fingerprint(Path(run.model.path))}
     return Trainer(
@@ -91,12 +90,13 @@ def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
         model=model,
         head=head,
         parameters=parameters,
-        optimizer=build_optimizer(parameters, run.train),
+        optimizer=build_optimizer(parameters, run.train, router=router.parameters if router else ()),
         loader=documents.loader,
         held_out=documents.held_out,
         questions=documents.questions,
         steps=documents.steps,
         moe_layers=sorted(find_experts(model)),
+        router=router,
         fingerprint=fingerprint,
     )
 
@@ -177,6 +177,28 @@ def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], Non
         )
     )
     return model, head
+
+
+def _prepare_router(
+    run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+) -> RouterControl | None:
+    """None for a dense model. Raises RunFileError for router settings that a dense model cannot have."""
+    settings = run.router
+    if not find_experts(model):
+        asked = [key for key in ("train", "balance", "z", "bias_rate") if getattr(settings, key)]
+        asked += ["capacity"] * (settings.capacity != "dropless") + ["guard.action"] * bool(settings.guard.action)
+        if asked:
+            keys = ", ".join(f"router.{key}" for key in asked)
+            raise RunFileError(f"{keys}: {type(model).__name__} is a dense model and has no router; leave it out")
+        return None
+    control = RouterControl(run, model, loader, device=device)
+    ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
+    for finding in router_findings(control, ep=ep):
+        log(finding)
+    if settings.capacity != "dropless":
+        pool = control.experts // ep if settings.capacity_per == "rank" else 1
+        set_capacity(model, Capacity(factor=settings.capacity, experts_per_pool=pool, drop=settings.drop))
+    return control
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:

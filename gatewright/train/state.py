@@ -1,8 +1,9 @@
 """A run's state in a checkpoint: what is written, and how a new process takes it up again to the bit."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Counters of a run after `step` optimizer steps. The data position is the step: batches are a function of it."""
+    """Counters of a run after `step` optimizer steps. They are the data position too: batches are a function of it."""
 
     step: int
     steps: int
@@ -27,6 +28,10 @@ class Progress:
     best_loss: float | None
     best_step: int | None
     fingerprint: dict[str, str]
+    skipped_steps: int = 0
+    """Steps of data that a rollback left out: step s takes the data of step s + skipped_steps."""
+    guard: dict[str, Any] | None = None
+    """What the guard of the router remembers; None for a dense model."""
 
 
 def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress) -> None:
@@ -37,6 +42,9 @@ def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress)
         weights = {name: p.detach().cpu().contiguous() for name, p in trainer.parameters.items()}
         save_file(weights, folder / "weights.safetensors")
     tensors = {f"optimizer/{k}": v for k, v in optimizer_tensors(trainer.optimizer, trainer.parameters).items()}
+    if trainer.router:
+        tensors |= trainer.router.tensors()
+        progress = replace(progress, guard=trainer.router.guard_json())
     tensors[RNG_CPU] = torch.get_rng_state()
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
@@ -74,6 +82,8 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
         cuda_state = tensors.pop(RNG_CUDA)
         if trainer.device.type == "cuda":
             torch.cuda.set_rng_state(cuda_state, trainer.device)
-    optimizer = {name.removeprefix("optimizer/"): tensor for name, tensor in tensors.items()}
+    if trainer.router and progress.guard is not None:
+        trainer.router.restore(tensors, progress.guard)
+    optimizer = {n.removeprefix("optimizer/"): t for n, t in tensors.items() if n.startswith("optimizer/")}
     restore_optimizer(trainer.optimizer, trainer.parameters, optimizer)
     return progress

@@ -16,6 +16,7 @@ from gatewright.spec.errors import Diverged
 from gatewright.train.forward import hidden_states
 from gatewright.train.loss import token_loss_sum
 from gatewright.train.optim import Named, set_learning_rate
+from gatewright.train.router_loss import RouterLoss, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,11 @@ class StepResult:
     target_tokens: int
     expert_tokens: Tensor | None
     """int64 [MoE layers, E] assignments of this step; None for a dense model."""
+    dropped: Tensor | None
+    """int64 [MoE layers] assignments dropped for want of capacity."""
+    balance_loss: float | None
+    z_loss: float | None
+    """The router's own losses before their weights; None where they are off."""
     forward_s: float
     backward_s: float
     optimizer_s: float
@@ -43,35 +49,50 @@ def train_step(
     lr: float,
     clip_norm: float | None,
     loss_chunk_tokens: int,
+    router: RouterLoss | None = None,
+    router_scale: float = 1.0,
 ) -> StepResult:
     """Runs the micro-batches forward and backward, clips, and updates the weights.
 
     The loss is the sum over target tokens of all micro-batches divided by their number, so neither the number of
-    micro-batches nor what shares one with what changes it. Raises Diverged, before the update, when the loss or the
+    micro-batches nor what shares one with what changes it. `router`: losses of the router's own, beside it;
+    `router_scale`: the router's learning rate over `lr`. Raises Diverged, before the update, when the loss or the
     gradient norm is not finite.
     """
     clock = stopwatch(batches[0].tokens_T.device)
     target_tokens = sum(batch.target_tokens for batch in batches)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    expert_tokens = None
+    expert_tokens = dropped = None
+    balance_loss = z_loss = None
     forward_s = backward_s = 0.0
+    if router is not None and router.wants_share:
+        router.share_LE = count_shares(model, batches)
 
     model.train()
     optimizer.zero_grad(set_to_none=True)
+    if router is not None and router.on:
+        router.begin_step(step_tokens=sum(batch.tokens for batch in batches))
     for batch in batches:
         started = clock()
+        if router is not None and router.on:
+            router.begin(batch)
         with count_routing() as routing:
             loss = token_loss_sum(hidden_states(model, batch), head, batch.labels_T, chunk_tokens=loss_chunk_tokens)
             between = clock()
             (loss / target_tokens).backward()
         if routing.by_layer:
-            counts = routing.stacked()
+            counts, drops = routing.stacked(), routing.stacked_drops()
             expert_tokens = counts if expert_tokens is None else expert_tokens + counts
+            dropped = drops if dropped is None else dropped + drops
+        if router is not None and router.on:
+            router.end()
         loss_sum += loss.detach().double().cpu()
         forward_s += between - started
         backward_s += clock() - between
 
     started = clock()
+    if router is not None and router.on and expert_tokens is not None:
+        balance_loss, z_loss = router.finish_step(*router.sums(), expert_tokens)
     mean_loss = (loss_sum / target_tokens).item()
     grads = [p.grad for p in parameters.values() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads)
@@ -80,7 +101,7 @@ def train_step(
         raise Diverged(f"loss {mean_loss}, gradient norm {grad_norm}")
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), clip_norm, norm)
-    set_learning_rate(optimizer, lr)
+    set_learning_rate(optimizer, lr, router_scale=router_scale)
     optimizer.step()
     optimizer_s = clock() - started
 
@@ -90,10 +111,26 @@ def train_step(
         tokens=sum(batch.tokens for batch in batches),
         target_tokens=target_tokens,
         expert_tokens=None if expert_tokens is None else expert_tokens.cpu(),
+        dropped=None if dropped is None else dropped.cpu(),
+        balance_loss=balance_loss,
+        z_loss=z_loss,
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=optimizer_s,
     )
+
+
+@torch.no_grad()
+def count_shares(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
+    """[MoE layers, E]: each expert's share of the step's assignments, by forward passes alone."""
+    model.eval()
+    total: Tensor | int = 0
+    for batch in batches:
+        with count_routing() as routing:
+            hidden_states(model, batch)
+        total = total + routing.stacked()
+    assert isinstance(total, Tensor)
+    return shares(total)
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:

@@ -114,8 +114,7 @@ def test_broken_input(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"router__train": True}, "router.train"),
-        ({"router__capacity": 1.25}, "never drops tokens"),
+        ({"router__bias_rate": 1e-3}, "have no e_score_correction_bias to move"),
         ({"parallel": {"ep": 2}}, "trains in one process"),
         (
             {"train__micro_batch_tokens": 4000},

@@ -74,9 +74,9 @@ def test_a_failed_save_leaves_the_old_ones_and_no_trace(tmp_path: Path) -> None:
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     saved = three(tmp_path)
-    checkpoint.prune(tmp_path, keep=1, best=saved[0].path)
+    checkpoint.prune(tmp_path, keep=1, spare=[saved[0].path])
     assert [c.step for c in checkpoint.complete(tmp_path)] == [10, 30]
-    checkpoint.prune(tmp_path, keep=1, best=None)
+    checkpoint.prune(tmp_path, keep=1, spare=[])
     assert [c.step for c in checkpoint.complete(tmp_path)] == [30]
 
 

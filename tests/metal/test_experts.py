@@ -10,7 +10,8 @@ from torch import nn
 
 from gatewright.model.adapters import add_adapters, load_adapter, save_adapter
 from gatewright.model.attention import choose_kernel
-from gatewright.model.experts import NAME, find_experts, grouped_mm
+from gatewright.model.expert_lora import grouped_mm
+from gatewright.model.experts import NAME, find_experts
 from gatewright.model.load import load_model
 from gatewright.model.routing import count_routing
 from gatewright.spec import run as spec
