@@ -49,7 +49,8 @@ def main() -> None:
     except GatewrightError as error:
         if os.environ.get("GATEWRIGHT_DEBUG") == "1":
             traceback.print_exc()
-        _say_error(str(error))
+        if str(error):
+            _say_error(str(error))
         sys.exit(error.exit_code)
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

@@ -67,7 +67,8 @@ def add_adapters(model: PreTrainedModel, adapter: spec.Adapter, *, seed: int) ->
         lora = ExpertLora(lora_shapes(module), adapter.rank, adapter.scale, next(module.parameters()).device)
         for name, a_ErI in lora.A.items():
             for expert in range(a_ErI.shape[0]):
-                drawn = _draw(a_ErI.shape[1:], f"{layer}.{expert}.{name}.lora_A", seed=seed, fan_in=a_ErI.shape[2])
+                number = module.gatewright_first_expert + expert
+                drawn = _draw(a_ErI.shape[1:], f"{layer}.{number}.{name}.lora_A", seed=seed, fan_in=a_ErI.shape[2])
                 a_ErI.data[expert] = drawn.to(a_ErI.device)
             trained["experts"] += a_ErI.numel() + lora.B[name].numel()
             adapted["experts"] += 1

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from gatewright.model.capacity import Capacity, kept
@@ -223,10 +224,15 @@ def _linears(
 ) -> tuple[GroupedLinear, GroupedLinear]:
     linears, masks = [], (None, None) if update is None else update.masks
     for name, (a, b), mask in zip(_weight_names(experts), (pairs[:2], pairs[2:]), masks, strict=True):
-        weight = experts._parameters[name]
+        weight = local(experts._parameters[name])
         weight_ENK = weight.transpose(-2, -1) if experts.is_transposed else weight
         linears.append(GroupedLinear(weight_ENK, low_rank(a, b, update, mask, dtype=dtype), rows.ends_E))
     return linears[0], linears[1]
+
+
+def local(weight: Tensor) -> Tensor:
+    """The stack of this rank's experts, where FSDP has gathered it as one that is divided over ranks."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _up_name(experts: nn.Module) -> str:
@@ -242,7 +248,7 @@ def _activate(experts: nn.Module, up_S: Tensor) -> Tensor:
 
 
 def _bias_rows(experts: nn.Module, name: str, rows: Rows) -> Tensor:
-    return experts._parameters[f"{name}_bias"][rows.expert_S]
+    return local(experts._parameters[f"{name}_bias"])[rows.expert_S]
 
 
 def _add_bias(experts: nn.Module, name: str, y_SN: Tensor, rows: Rows) -> Tensor:
@@ -250,7 +256,10 @@ def _add_bias(experts: nn.Module, name: str, y_SN: Tensor, rows: Rows) -> Tensor
 
 
 def install(model: nn.Module) -> None:
-    """Points the model at our experts forward and tells each experts module which layer it is; dropless and whole at first."""
+    """Points the model at our experts forward, and tells each experts module which layer it is.
+
+    At first none drops tokens, and each is whole on this rank.
+    """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for layer, experts in find_experts(model).items():
         experts.gatewright_layer = layer

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -21,10 +22,26 @@ class Head:
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """[T, V] in the type of the weights."""
-        logits_TV = F.linear(hidden_TH, self.weight_VH, self.bias_V)
+        logits_TV = F.linear(hidden_TH, whole(self.weight_VH), _whole(self.bias_V))
         if self.scale != 1.0:
             logits_TV = logits_TV * self.scale
         return logits_TV if self.softcap is None else self.softcap * torch.tanh(logits_TV / self.softcap)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """The weight; one that is divided over ranks, gathered. Its gradient goes back, summed, to each rank's part."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
+def gather_on_use(head: nn.Linear) -> None:
+    """Lets a head whose weight is divided over ranks be called like any other."""
+    head.forward = lambda hidden_TH: F.linear(hidden_TH, whole(head.weight), _whole(head.bias))  # type: ignore[method-assign]
+
+
+def _whole(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else whole(bias)
 
 
 def head_of(model: PreTrainedModel) -> Head:

@@ -1,6 +1,7 @@
 """Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
 
 
-def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Kernel) -> PreTrainedModel:
+def load_model(
+    model: spec.Model,
+    *,
+    device: torch.device,
+    kernel: attention.Kernel,
+    divide: Callable[[PreTrainedModel], None] | None = None,
+) -> PreTrainedModel:
     """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
+
+    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: only a rank's own part of
+    each is then read.
 
     Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
     the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
@@ -26,7 +36,7 @@ def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Ker
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        loaded, report = _class_of(config, divide).from_pretrained(
             folder,
             config=config,
             dtype=getattr(torch, model.dtype),
@@ -35,12 +45,26 @@ def load_model(model: spec.Model, *, device: torch.device, kernel: attention.Ker
             use_safetensors=True,
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
+            device_map=None if divide is None else {"": device},
             ignore_mismatched_sizes=True,  # so that the report names them; they are refused below
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
     return put_seams(loaded.to(device), source=str(folder))
+
+
+def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None] | None) -> Any:
+    """The class that builds the model, followed by `divide`; transformers reads into whatever it then finds."""
+    if divide is None:
+        return AutoModelForCausalLM
+    known = AutoModelForCausalLM._model_mapping[type(config)]
+
+    def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        known.__init__(self, config)
+        divide(self)
+
+    return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})
 
 
 def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:

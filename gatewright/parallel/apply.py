@@ -7,11 +7,14 @@
 Inside the model nothing knows of ranks but the experts seam (model/experts.py) and the head (model/head.py).
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -20,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model.experts import find_experts
 from gatewright.model.head import gather_on_use
+from gatewright.parallel.collect import divided_stacks
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
@@ -30,13 +34,20 @@ BUCKET_ELEMENTS = 16 << 20
 """Elements that one collective reduces: 64 MiB in float32."""
 
 
+def divider(ranks: Ranks) -> Callable[[PreTrainedModel], None] | None:
+    """What the loader is to call with the empty model; None where every rank reads all of it."""
+    if ranks.layout.ep == 1 and ranks.layout.dense != "zero3":
+        return None
+    return lambda model: divide(model, ranks)
+
+
 def divide(model: PreTrainedModel, ranks: Ranks) -> None:
     """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read."""
     experts, layout = find_experts(model), ranks.layout
     refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))
     if layout.ep > 1:
         for module in experts.values():
-            _cut_rows(module, module.num_experts, ranks, ["ep"])
+            _cut_rows(module, module.num_experts, ranks.part("ep"))
     if layout.dense == "zero3":
         policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
         if layout.ep > 1:
@@ -47,7 +58,7 @@ def divide(model: PreTrainedModel, ranks: Ranks) -> None:
         fully_shard(model.base_model, mesh=_mesh(ranks, SHARD), mp_policy=policy)
         if not model.config.get_text_config().tie_word_embeddings:
             head = model.get_output_embeddings()
-            _cut_rows(head, head.out_features, ranks, [SHARD])
+            _cut_rows(head, head.out_features, _mesh(ranks, SHARD))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
@@ -73,18 +84,10 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
 def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) -> Gradients:
     """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
     if ranks.alone:
-        shares = [
-            Share(name=n, weight=p, owned=p, piece=Piece(shape=tuple(p.shape), begin=0, end=p.numel()))
-            for n, p in parameters.items()
-        ]
+        whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
+        shares = [Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()]
         return Gradients(shares, [], ranks)
-    divided = {
-        f"{path}.{name}": module.num_experts
-        for path, module in model.named_modules()
-        if module in set(find_experts(model).values()) and ranks.layout.ep > 1
-        for name, weight in module.named_parameters()
-        if weight.shape[0] * ranks.layout.ep == module.num_experts or isinstance(weight, DTensor)
-    }
+    divided = divided_stacks(model, ranks)
     shares, alike = [], {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
@@ -97,6 +100,69 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
 
 
-def _mesh(ranks: Ranks, dimension: str):
+def _mesh(ranks: Ranks, dimension: str) -> DeviceMesh:
+    """The mesh of a dimension, with the copies of the model as a first dimension where there are any."""
     assert ranks.mesh is not None
     return ranks.mesh["copy", dimension] if ranks.layout.copies > 1 else ranks.part(dimension)
+
+
+def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
+    """Makes each parameter with so many rows a DTensor cut along them; on meta, so nothing is copied."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if weight.shape[0] == rows:
+            cut = distribute_tensor(weight, mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
+
+
+def _plain_share(
+    name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None
+) -> tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+    """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
+
+    `experts`: how many the whole stack has, where the weight is a stack of this rank's.
+    """
+    layout = ranks.layout
+    row = prod(weight.shape[1:])
+    begin = 0 if experts is None else ranks.position("ep") * weight.shape[0] * row
+    shape = tuple(weight.shape) if experts is None else (experts, *weight.shape[1:])
+    within = "edp" if experts is not None else SHARD
+    sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
+    holders = layout.ranks // (1 if experts is None else layout.ep) // sharing
+    piece = Piece(
+        shape=shape, begin=begin, end=begin + weight.numel(), holders=holders,
+        writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
+    )  # fmt: skip
+    copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
+    if sharing == 1:
+        copies = [ranks.part(within).get_group()] * (ranks.part(within).size() > 1) + copies
+        return Share(name=name, weight=weight, owned=weight, piece=piece), None, copies
+    first, last = piece.cut(sharing, ranks.position(within))
+    owned = nn.Parameter(weight.data.view(-1)[first:last], requires_grad=weight.requires_grad)
+    piece = replace(piece, begin=begin + first, end=begin + last)
+    return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
+
+
+def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head."""
+    (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    row = prod(weight.shape[1:])
+    piece = Piece(
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, holders=ranks.layout.copies,
+        writes=ranks.position("copy") == 0,
+    )  # fmt: skip
+    owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
+    return Share(name=name, weight=weight, owned=owned, piece=piece)
+
+
+def _buckets(alike: list[tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]]) -> list[Bucket]:
+    """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
+    buckets: list[Bucket] = []
+    size = BUCKET_ELEMENTS
+    for share, shard, copies in reversed(alike):
+        if size >= BUCKET_ELEMENTS:
+            buckets.append(Bucket(shares=[], shard=shard, copies=copies))
+            size = 0
+        buckets[-1].shares.append(share)
+        size += share.weight.numel()
+    return buckets

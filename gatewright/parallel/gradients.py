@@ -31,7 +31,7 @@ class Share:
     name: str
     weight: nn.Parameter
     owned: nn.Parameter
-    """The weight itself, or a view of those of its elements that this rank updates."""
+    """The weight itself, or a view of those of its elements that this rank updates: never a DTensor."""
     piece: Piece
     """What `owned` is of the whole tensor."""
 
@@ -60,47 +60,55 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of one rank. A step calls micro_batch, backward, finish for each; then norm, clip; then publish."""
+    """The gradients of one rank. A step: clear; micro_batch, backward, finish for each; norm, clip; update; publish."""
 
     def __init__(self, shares: list[Share], buckets: list[Bucket], ranks: Ranks) -> None:
+        self.ranks = ranks
         self.shares = {share.name: share for share in shares}
         self.owned: Named = {share.name: share.owned for share in shares}
         """What the optimizer updates, by the weight's name."""
         self._buckets = buckets
-        self._ranks = ranks
         self._last = False
         self._next = len(buckets)
         for bucket in buckets:
             for share in bucket.shares:
                 share.weight.register_post_accumulate_grad_hook(self._made(bucket, share.name))
 
+    def clear(self) -> None:
+        """Before the first micro-batch of a step."""
+        for share in self.shares.values():
+            share.weight.grad = share.owned.grad = None
+
     def micro_batch(self, *, last: bool) -> None:
         """Before a backward pass; `last` of the step."""
         self._last, self._next = last, 0
         for bucket in self._buckets:
-            bucket.waiting = {share.name for share in bucket.shares}
+            bucket.waiting = {share.name for share in bucket.shares if share.weight.requires_grad}
 
     def finish(self) -> None:
         """After a backward pass: reduces what is left, such as weights that got no gradient on this rank."""
         while self._next < len(self._buckets):
             self._reduce_next()
+        for share in self.shares.values():
+            if isinstance(share.weight, DTensor) and share.weight.grad is not None:
+                share.owned.grad = share.weight.grad.to_local()
 
     def norm(self) -> Tensor:
         """Global L2 norm of the gradients, float32, the same on every rank."""
-        if self._ranks.alone:
-            return torch.nn.utils.get_total_norm([p.grad for p in self.owned.values() if p.grad is not None])
+        if self.ranks.alone:
+            return torch.nn.utils.get_total_norm(list(self._grads().values()))
         by_holders: dict[int, list[Tensor]] = {}
-        for name, grad in self._local_grads().items():
+        for name, grad in self._grads().items():
             by_holders.setdefault(self.shares[name].piece.holders, []).append(grad)
-        squares = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for holders, grads in by_holders.items():
             # What several ranks hold is counted on each of them for its part.
             squares += torch.nn.utils.get_total_norm(grads).double().square() / holders
-        return self._ranks.sum(squares).sqrt().float()
+        return self.ranks.sum(squares).sqrt().float()
 
     def clip(self, norm: Tensor, largest: float) -> None:
         """Scales the gradients, whose global norm is `norm`, so that it is at most `largest`."""
-        grads = list(self._local_grads().values())
+        grads = list(self._grads().values())
         if grads:
             torch._foreach_mul_(grads, torch.clamp(largest / (norm + 1e-6), max=1.0))
 
@@ -111,17 +119,15 @@ class Gradients:
             if bucket.shard is None:
                 continue
             sizes = bucket.part_elements
-            mine = torch.cat(
-                [F.pad(share.owned, (0, size - share.owned.numel())) for share, size in zip(bucket.shares, sizes)]
-            )
+            owned = zip((share.owned for share in bucket.shares), sizes, strict=True)
+            mine = torch.cat([F.pad(elements, (0, size - elements.numel())) for elements, size in owned])
             every = mine.new_empty(bucket.parts * len(mine))
             dist.all_gather_into_tensor(every, mine, group=bucket.shard)
             for share, part in zip(bucket.shares, every.view(bucket.parts, -1).split(sizes, dim=1), strict=True):
                 share.weight.view(-1).copy_(part.reshape(-1)[: share.weight.numel()])
 
-    def _local_grads(self) -> dict[str, Tensor]:
-        grads = {name: p.grad for name, p in self.owned.items() if p.grad is not None}
-        return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    def _grads(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.owned.items() if p.grad is not None}
 
     def _made(self, bucket: Bucket, name: str) -> Callable[[nn.Parameter], None]:
         def made(weight: nn.Parameter) -> None:
@@ -139,8 +145,8 @@ class Gradients:
         if bucket.shard is None and not self._last:
             return  # gradients of replicated weights add up over the micro-batches first
         sizes = bucket.part_elements
-        columns = [_in_parts(share.weight, parts=bucket.parts, size=n) for share, n in zip(bucket.shares, sizes)]
-        summed = torch.cat(columns, dim=1)
+        weights = zip((share.weight for share in bucket.shares), sizes, strict=True)
+        summed = torch.cat([_in_parts(weight, parts=bucket.parts, size=size) for weight, size in weights], dim=1)
         if bucket.shard is None:
             summed = summed[0]
         else:
@@ -162,6 +168,8 @@ def _in_parts(weight: nn.Parameter, *, parts: int, size: int) -> Tensor:
 
 def _keep(share: Share, part: Tensor, *, adds: bool) -> None:
     """Makes the reduced gradient that of the share's owned elements."""
+    if not share.weight.requires_grad:
+        return  # frozen on the way, as the router's guard does
     part = part[: share.owned.numel()].view_as(share.owned).to(share.owned.dtype)
     if not adds:
         share.weight.grad = part.clone()

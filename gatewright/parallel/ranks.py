@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.place import ALONE, Place
 
-SHARD, EXPERT_COPIES, ALL = "shard", "expert_copies", "all"
+SHARD = "shard"
+T = TypeVar("T")
 DIMENSIONS = ("copy", "edp", "ep")
 
 
@@ -22,9 +24,9 @@ DIMENSIONS = ("copy", "edp", "ep")
 class Ranks:
     """This process and its groups. Alone, there is no process group, and every sum is the value itself."""
 
-    place: Place = ALONE
-    layout: Layout = Layout()
-    device: torch.device = torch.device("cpu")
+    place: Place
+    layout: Layout
+    device: torch.device
     mesh: DeviceMesh | None = None
     """Dimensions copy, edp, ep (layout.py), with `shard` = edp × ep flattened; None: alone."""
 
@@ -73,10 +75,51 @@ class Ranks:
         """Whether the flag is set on any rank."""
         return bool(self.sum(torch.tensor(int(flag)))) if not self.alone else flag
 
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Lets the first rank through the block before the others; if it fails there, they fail."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+    def tell(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        if self.alone:
+            return value
+        box = [value if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[return-value]
+
+    def mark(self, step: int) -> None:
+        """Leaves word of the step this rank is in, for those who find it missing."""
+        if not self.alone:
+            _store().set(f"gatewright/at/{self.rank}", str(step))
+
+    def marks(self) -> dict[int, int]:
+        """The step each rank was last heard of in."""
+        try:
+            return {rank: int(_store().get(f"gatewright/at/{rank}")) for rank in self._marked()}
+        except (RuntimeError, ValueError):
+            return {}
+
+    def _marked(self) -> list[int]:
+        return [rank for rank in range(self.size) if _store().check([f"gatewright/at/{rank}"])]
+
     def wait(self) -> None:
         """Returns when every rank has come here."""
         if not self.alone:
             self.sum(torch.zeros(()))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def alone(device: torch.device) -> Ranks:
+    """One process on its own."""
+    return Ranks(place=ALONE, layout=Layout(), device=device)
 
 
 @contextmanager
@@ -98,12 +141,11 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
     )
-    try:
-        mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=DIMENSIONS)
-        mesh["edp", "ep"]._flatten(SHARD)
-        yield Ranks(place=place, layout=layout, device=device, mesh=mesh)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=DIMENSIONS)
+    mesh["edp", "ep"]._flatten(SHARD)
+    yield Ranks(place=place, layout=layout, device=device, mesh=mesh)
+    # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
+    dist.destroy_process_group()
 
 
 def _set_diagnostics() -> None:

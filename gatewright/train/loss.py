@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatewright.model.head import Head
+from gatewright.model.head import Head, whole
 
 IGNORED = -100
 
@@ -21,7 +21,9 @@ def token_loss_sum(hidden_TH: Tensor, head: Head, labels_T: Tensor, *, chunk_tok
 
     Tokens with label -100 cost nothing: their logits are never computed.
     """
-    return _ChunkedLoss.apply(hidden_TH, head.weight_VH, head.bias_V, labels_T, head.scale, head.softcap, chunk_tokens)
+    weight_VH = whole(head.weight_VH)
+    bias_V = None if head.bias_V is None else whole(head.bias_V)
+    return _ChunkedLoss.apply(hidden_TH, weight_VH, bias_V, labels_T, head.scale, head.softcap, chunk_tokens)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -23,6 +23,9 @@ from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
+from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.gradients import Gradients
+from gatewright.parallel.ranks import Ranks, alone
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
@@ -34,6 +37,8 @@ from gatewright.train.router import RouterControl
 from gatewright.train.router_findings import router_findings
 
 AUTO_MICRO_BATCH_TOKENS = 4096
+RANK_SEEDS = 1_000_003
+"""Between the seeds of two ranks: their dropout must not be the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,11 @@ class Trainer:
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
     head: Head
+    ranks: Ranks
     parameters: Named
+    """Weights that train, as the model holds them on this rank."""
+    gradients: Gradients
+    """What this rank updates of them, and how it gets their gradients."""
     optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: Loader | None
@@ -59,11 +68,6 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    wrong = []
-    if run.parallel != "auto" and run.parallel.model_dump() != type(run.parallel)().model_dump():
-        wrong.append("parallel: this version trains in one process; leave it out, or set auto")
-    if wrong:
-        raise RunFileError("\n".join(wrong))
     findings = []
     adapter = run.method.adapter
     if adapter and adapter.dropout and "experts" in adapter.targets:
@@ -72,25 +76,34 @@ def refuse_unsupported(run: Run) -> list[Finding]:
     return findings
 
 
-def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
-    """Builds the run's parts; what the user should know of each goes to `log` before the first step."""
+def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None) -> Trainer:
+    """Builds the run's parts; what the user should know of each goes to `log` before the first step.
+
+    `ranks`: this process among the others; None: it is alone.
+    """
     if run.train.threads:
         torch.set_num_threads(run.train.threads)
-    torch.manual_seed(run.train.seed)
-    device = pick_device()
+    ranks = ranks or alone(pick_device())
+    device = ranks.device
+    torch.manual_seed(run.train.seed + RANK_SEEDS * ranks.rank)
     # Data first: its mistakes are the most common, and cost little to find.
-    documents = _prepare_data(run, log=log)
-    model, head = _prepare_model(run, device=device, log=log)
+    documents = _prepare_data(run, ranks=ranks, log=log)
+    model, head = _prepare_model(run, ranks=ranks, log=log)
     router = _prepare_router(run, model, documents.held_out or documents.loader, device=device, log=log)
     parameters = trainable(model)
+    gradients = spread_gradients(model, parameters, ranks)
     fingerprint = {"data": documents.fingerprint, "base model": _model_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
         tokenizer=documents.tokenizer,
         model=model,
         head=head,
+        ranks=ranks,
         parameters=parameters,
-        optimizer=build_optimizer(parameters, run.train, router=router.parameters if router else ()),
+        gradients=gradients,
+        optimizer=build_optimizer(
+            gradients.owned, run.train, router=router.parameters if router else (), weights=parameters
+        ),
         loader=documents.loader,
         held_out=documents.held_out,
         questions=documents.questions,
@@ -111,7 +124,7 @@ class _Documents:
     fingerprint: str
 
 
-def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
+def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _Documents:
     folder = Path(run.model.path)
     config = read_config(folder, trust_remote_code=run.model.trust_remote_code)
     check_weights(folder)
@@ -119,26 +132,34 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
     renderer = Renderer(tokenizer, template=run.data.chat_template)
     tokens_dir, vocab_size = Path(run.runs_dir) / ".tokens", config.get_text_config().vocab_size
 
-    store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
+    with ranks.first_alone():  # the others then find the tokens in the store
+        store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
     capacity = _micro_batch_tokens(run, view)
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
     _announce(log, run, "train", store, view, plan)
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
+    if per_step < ranks.size:
+        text = (
+            f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; raise "
+            f"train.tokens_per_step to {ranks.size * capacity:,}, or lower train.micro_batch_tokens"
+        )
+        log(Finding(severity="warning", text=text))
     steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)
 
     held_out, questions = None, []
     if run.evaluate:
-        other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
+        with ranks.first_alone():
+            other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
         other_view = other.limit(view.max_tokens, run.data.overlong)
         room = max(capacity, int(other_view.lengths.max()))
         other_plan = EpochPlan(other_view.lengths, capacity=room, seed=0, pack=run.data.pack)
         _announce(log, run, "evaluate", other, other_view, other_plan)
-        held_out = Loader(view=other_view, plan=other_plan, packs_per_step=1)
+        held_out = Loader(view=other_view, plan=other_plan, packs_per_step=1, rank=ranks.rank, ranks=ranks.size)
         questions = questions_of(other_view, count=run.evaluate.exact_match or 0)
     return _Documents(
         tokenizer=tokenizer,
-        loader=Loader(view=view, plan=plan, packs_per_step=per_step),
+        loader=Loader(view=view, plan=plan, packs_per_step=per_step, rank=ranks.rank, ranks=ranks.size),
         steps=steps,
         held_out=held_out,
         questions=questions,
@@ -146,9 +167,11 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
     )
 
 
-def _prepare_model(run: Run, *, device: torch.device, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
+def _prepare_model(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
+    device = ranks.device
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
-    model = load_model(run.model, device=device, kernel=kernel)
+    model = load_model(run.model, device=device, kernel=kernel, divide=divider(ranks))
+    settle(model, ranks)
     base_parameters = sum(p.numel() for p in model.parameters())
     adapter = run.method.adapter
     coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
@@ -191,7 +214,7 @@ def _prepare_router(
             keys = ", ".join(f"router.{key}" for key in asked)
             raise RunFileError(f"{keys}: {type(model).__name__} is a dense model and has no router; leave it out")
         return None
-    control = RouterControl(run, model, loader, device=device)
+    control = RouterControl(run, model, loader.every_rank(), device=device)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)
