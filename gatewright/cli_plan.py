@@ -58,7 +58,12 @@ def plan(
     method: Annotated[str | None, _option(MODEL, "full, lora or qlora. Default: lora.")] = None,
     rank: Annotated[int | None, _option(MODEL, "Rank of the adapters. Default: 16.")] = None,
     targets: Annotated[
-        str | None, _option(MODEL, "Of attention, mlp, experts, shared_experts. Default: attention.", "ROLE,...")
+        str | None,
+        _option(
+            MODEL,
+            "Of attention, mlp, experts, shared_experts, router, embedding, head; or patterns such as *.q_proj.",
+            "ROLE,...",
+        ),
     ] = None,
     modules: Annotated[str | None, _option(MODEL, "Only these of the targets: q_proj,v_proj.", "NAME,...")] = None,
     storage: Annotated[

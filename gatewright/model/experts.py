@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from gatewright.model.capacity import Capacity, kept
 from gatewright.model.expert_lora import LORA, LowRank, Update, grouped_mm, low_rank, without_padding
+from gatewright.model.quantized import QuantizedWeight
 from gatewright.model.routing import counts_now
 
 NAME = "gatewright"
@@ -128,20 +129,45 @@ def sort_rows(experts: nn.Module, index_Tk: Tensor, weight_Tk: Tensor) -> Rows:
 class GroupedLinear:
     """y = x Wᵀ + s (x Aᵀ) Bᵀ, each row with the weights of its expert; and the gradients of it, W being frozen."""
 
-    weight_ENK: Tensor
+    weight: Tensor
+    """[E, N, K], or [E, K, N] if `transposed`; perhaps stored in few bits."""
+    transposed: bool
     low_rank: LowRank | None
     ends_E: Tensor
 
+    def weight_ENK(self, dtype: torch.dtype) -> Tensor:
+        """The weight for a product in `dtype`, made dense for it alone if it is stored in few bits."""
+        weight = self.weight.dense(dtype) if isinstance(self.weight, QuantizedWeight) else self.weight
+        return weight.transpose(-2, -1) if self.transposed else weight
+
     def __call__(self, x_SK: Tensor) -> Tensor:
-        y_SN = grouped_mm(x_SK, self.weight_ENK.transpose(-2, -1), self.ends_E)
+        if isinstance(self.weight, QuantizedWeight):
+            y_SN = _DenseTwice.apply(x_SK, self)
+        else:
+            y_SN = grouped_mm(x_SK, self.weight_ENK(x_SK.dtype).transpose(-2, -1), self.ends_E)
         return y_SN if self.low_rank is None else self.low_rank.add_to(y_SN, x_SK)
 
     def backward(self, x_SK: Tensor, grad_SN: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of (x, A, B) for the gradient of y."""
-        grad_x_SK = grouped_mm(grad_SN, self.weight_ENK, self.ends_E)
+        grad_x_SK = grouped_mm(grad_SN, self.weight_ENK(grad_SN.dtype), self.ends_E)
         if self.low_rank is None:
             return grad_x_SK, None, None
         return grad_x_SK, *self.low_rank.backward(x_SK, grad_SN, into_SK=grad_x_SK)
+
+
+class _DenseTwice(torch.autograd.Function):
+    """x Wᵀ for a weight in few bits: dense in the forward pass, and anew in the backward pass, never between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SK: Tensor, linear: GroupedLinear) -> Tensor:
+        ctx.linear = linear
+        return grouped_mm(x_SK, linear.weight_ENK(x_SK.dtype).transpose(-2, -1), linear.ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SN: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        linear: GroupedLinear = ctx.linear
+        return grouped_mm(grad_SN, linear.weight_ENK(grad_SN.dtype), linear.ends_E), None
 
 
 def plain_experts(
@@ -224,9 +250,8 @@ def _linears(
 ) -> tuple[GroupedLinear, GroupedLinear]:
     linears, masks = [], (None, None) if update is None else update.masks
     for name, (a, b), mask in zip(_weight_names(experts), (pairs[:2], pairs[2:]), masks, strict=True):
-        weight = local(experts._parameters[name])
-        weight_ENK = weight.transpose(-2, -1) if experts.is_transposed else weight
-        linears.append(GroupedLinear(weight_ENK, low_rank(a, b, update, mask, dtype=dtype), rows.ends_E))
+        pair = low_rank(a, b, update, mask, dtype=dtype)
+        linears.append(GroupedLinear(local(experts._parameters[name]), experts.is_transposed, pair, rows.ends_E))
     return linears[0], linears[1]
 
 

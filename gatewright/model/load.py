@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from gatewright.model import attention, experts, experts_llama4, per_document
+from gatewright.model.fp8 import read_format
+from gatewright.model.quantized_load import Quantize, load_small
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
 
@@ -19,36 +22,59 @@ def load_model(
     *,
     device: torch.device,
     kernel: attention.Kernel,
+    quantize: Quantize = "none",
+    note: Callable[[str], None] = lambda text: None,
     divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
 
+    `quantize` stores linear layers and experts in few bits; `note` is told of that, and of FP8 files made dense.
     `divide` is shown the model while it is on meta, and may make DTensors of its parameters: only a rank's own part of
     each is then read.
-
     Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
     the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
     """
     folder = Path(model.path)
     config = read_config(folder, trust_remote_code=model.trust_remote_code)
-    check_weights(folder)
+    files = check_weights(folder)
+    form = read_format(config, source=str(folder))
     attention.install(kernel)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    dtype = getattr(torch, model.dtype)
+    build = {"attn_implementation": attention.NAME, "trust_remote_code": model.trust_remote_code}
     try:
-        loaded, report = _class_of(config, divide).from_pretrained(
-            folder,
-            config=config,
-            dtype=getattr(torch, model.dtype),
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-            device_map=None if divide is None else {"": device},
-            ignore_mismatched_sizes=True,  # so that the report names them; they are refused below
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if quantize != "none" or form is not None:
+            if divide is not None:
+                raise ModelError(
+                    f"{folder}: a base in few bits, or FP8 files, cannot be divided over ranks yet; set parallel.ep: 1 "
+                    "and dense: replicate or zero2, or take a bf16 base with method.quantize: none"
+                )
+            loaded, report = load_small(
+                folder,
+                files,
+                config=config,
+                quantize=quantize,
+                form=form,
+                dtype=dtype,
+                device=device,
+                build=build,
+                seams=lambda empty: put_seams(empty, source=str(folder)),
+                note=note,
+            )
+        else:
+            loaded, report = _class_of(config, divide).from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that the report names them; they are refused below
+                device_map=None if divide is None else {"": device},
+                **build,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
     return put_seams(loaded.to(device), source=str(folder))
@@ -121,21 +147,23 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedC
         raise ModelError(f"{file}: transformers does not know this architecture: {_first_line(error)}") from None
 
 
-def check_weights(folder: Path) -> None:
-    """Refuses a folder whose safetensors are absent or incomplete, before anything is loaded."""
+def check_weights(folder: Path) -> list[str]:
+    """Names of the folder's safetensors; refuses it if they are absent, incomplete or cut off, before any is loaded."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
             raise ModelError(f"{index}: damaged ({_first_line(error)}); copy it again from the source") from None
-        missing = sorted(shard for shard in shards if not (folder / shard).exists())
+        missing = [shard for shard in shards if not (folder / shard).exists()]
         if missing:
             raise ModelError(
                 f"{folder}: {len(missing)} of {len(shards)} weight files are missing, the first is {missing[0]}; "
                 "finish the download"
             )
-    elif not (folder / "model.safetensors").exists():
+    elif (folder / "model.safetensors").exists():
+        shards = ["model.safetensors"]
+    else:
         others = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.gguf"))
         found = (
             f"found {others[0]}, which is not loaded: it can run code"
@@ -145,6 +173,15 @@ def check_weights(folder: Path) -> None:
         raise ModelError(
             f"{folder}: no model.safetensors and no model.safetensors.index.json; {found or 'nothing to load'}"
         )
+    for shard in shards:
+        try:
+            with safe_open(folder / shard, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{folder / shard}: cut off or damaged ({_first_line(error)}); finish the download, or copy it again"
+            ) from None
+    return shards
 
 
 def routed_experts(config: PretrainedConfig) -> int:

@@ -149,6 +149,11 @@ class RouterWatch:
                 self.seen[router.layer] = Seen(logits_TE.detach(), index_Tk, scores_TE.detach())
             if self.terms is None:
                 return None
+            if not torch.is_grad_enabled():
+                raise ModelError(
+                    f"{router.name}: re-entrant gradient checkpointing runs the router without gradients, so no loss "
+                    "can reach it; use train.checkpointing, which is of the other kind"
+                )
             self.score_sums[router.layer] = scores_TE.detach().sum(dim=0)
             loss = self._loss(row, router.layer, logits_TE, scores_TE, index_Tk, self.terms)
             if not loss.requires_grad:

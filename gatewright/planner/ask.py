@@ -7,7 +7,6 @@ from typing import get_args
 
 from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import (
-    Adapter,
     AttentionKernel,
     Checkpointing,
     Job,
@@ -20,10 +19,11 @@ from gatewright.planner.job import (
 from gatewright.planner.legal_rule import Backend
 from gatewright.planner.policy import find_policy
 from gatewright.planner.search import Question
+from gatewright.planner.targets import adapter_of
 from gatewright.planner.weights import FORMATS, StoredWeights, native_format, read_weights
 from gatewright.spec.errors import ModelError, UserError
 from gatewright.spec.hardware import Gpu
-from gatewright.spec.shape import TARGET_ROLES, ModelShape, TensorRole
+from gatewright.spec.shape import ModelShape, TensorRole
 
 DEFAULT_TOKENS = 4096
 DEFAULT_RANK = 16
@@ -63,6 +63,9 @@ def ask(
     rank: int = DEFAULT_RANK,
     targets: Sequence[str] = DEFAULT_TARGETS,
     target_names: Iterable[str] | None = None,
+    trained: Sequence[str] = (),
+    expert_share: float = 1.0,
+    dropout: bool = False,
     storage: str | None = None,
     tokens: int = DEFAULT_TOKENS,
     document_tokens: int | None = None,
@@ -81,7 +84,8 @@ def ask(
 ) -> Question:
     """The question behind a catalogue name or path, a GPU and a method.
 
-    `target_names` keeps only some leaf names of the targets, such as q_proj. `storage` is one of weights.FORMATS; None
+    `target_names` keeps only some leaf names of the targets, such as q_proj; `trained` names roles that train in full
+    beside the adapter, `expert_share` the part of the experts that gets one. `storage` is one of weights.FORMATS; None
     takes the checkpoint's own for LoRA, from the headers of its files where they are there, and nf4 for QLoRA.
     Raises UserError or ModelError with the nearest choice.
     """
@@ -105,8 +109,15 @@ def ask(
     dense, experts = storages(shape, method=method, name=storage)
     adapter = None
     if method != "full":
-        roles = roles_of(shape, targets)
-        adapter = Adapter(rank=rank, roles=roles, names=modules_of(shape, roles, target_names))
+        adapter = adapter_of(
+            shape,
+            rank=rank,
+            targets=targets,
+            names=target_names,
+            full=trained,
+            expert_share=expert_share,
+            dropout=dropout,
+        )
     job = Job(
         shape=shape,
         method=method,
@@ -168,38 +179,6 @@ def storages(shape: ModelShape, *, method: Method, name: str | None) -> tuple[St
         raise ModelError(f"No storage is called {key[:40]!r}.{nearest} Known: {', '.join(FORMATS)}.")
     stored = FORMATS[key]
     return stored.dense, None if stored.experts == stored.dense else stored.experts
-
-
-def roles_of(shape: ModelShape, targets: Sequence[str]) -> frozenset[TensorRole]:
-    """Tensor roles behind the targets. Raises UserError for an unknown one, or one this model does not have."""
-    roles: set[TensorRole] = set()
-    present = set(shape.parameters_by_role())
-    for target in targets:
-        if target not in TARGET_ROLES:
-            near = difflib.get_close_matches(target, TARGET_ROLES, n=1, cutoff=0.4)
-            nearest = f" Nearest: {near[0]}." if near else ""
-            raise UserError(f"No target is called {target[:40]!r}.{nearest} Known: {', '.join(TARGET_ROLES)}.")
-        found = present.intersection(TARGET_ROLES[target])
-        if not found:
-            has = ", ".join(name for name, behind in TARGET_ROLES.items() if present.intersection(behind))
-            raise UserError(f"{shape.name} has no {target} to adapt; it has: {has}.")
-        roles.update(found)
-    return frozenset(roles)
-
-
-def modules_of(shape: ModelShape, roles: frozenset[TensorRole], modules: Iterable[str] | None) -> frozenset[str] | None:
-    """Leaf names kept of the roles' modules. Raises UserError for a name that none of them has."""
-    if modules is None:
-        return None
-    known = dict.fromkeys(linear.name for _, linear in shape.linears(roles) if linear.module)
-    for name in modules:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            nearest = f" Nearest: {near[0]}." if near else ""
-            raise UserError(
-                f"{shape.name} has no module {name[:40]!r} among its targets.{nearest} Has: {', '.join(known)}."
-            )
-    return frozenset(modules)
 
 
 def weights_of(model: str, shape: ModelShape) -> StoredWeights | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gatewright.spec.shape import ModelShape, TensorRole
+from gatewright.spec.shape import ModelShape, TensorGroup, TensorRole
 
 Method = Literal["full", "lora", "qlora"]
 Storage = Literal["fp32", "bf16", "fp8", "mxfp8", "int8", "mxfp4", "nvfp4", "nf4", "nf4_double", "int4"]
@@ -43,7 +43,31 @@ class Adapter:
     roles: frozenset[TensorRole]
     names: frozenset[str] | None = None
     """Leaf names within the roles; None: every module of them."""
+    partly: frozenset[TensorRole] = frozenset()
+    """Roles of which only the modules named in `shares` are adapted."""
+    shares: Mapping[tuple[TensorRole, str], float] = field(default_factory=dict)
+    """By role and leaf name: the part of those modules (or of their experts) that is adapted; absent: all."""
+    full: frozenset[TensorRole] = frozenset()
+    """Roles whose weights train in full beside the adapter."""
     dropout: bool = False
+
+    def share(self, role: TensorRole, name: str) -> float:
+        """Part of the modules of this role and leaf name that is adapted, 0 to 1."""
+        if role not in self.roles or (self.names is not None and name not in self.names):
+            return 0.0
+        return self.shares.get((role, name), 0.0 if role in self.partly else 1.0)
+
+    def parameters(self, group: TensorGroup, *, hidden: int, vocab: int) -> float:
+        """Of the adapter on one tensor group. Embeddings take one as wide as the vocabulary."""
+        if group.role not in self.roles:
+            return 0.0
+        if group.role == "embedding":
+            return self.share("embedding", "embed_tokens") * self.rank * (vocab + hidden)
+        return sum(
+            self.share(group.role, linear.name) * linear.lora_parameters(self.rank)
+            for linear in group.linears
+            if linear.module or group.role == "router"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +159,12 @@ class Job:
     imbalance: float = 1.0
     """Tokens of the busiest expert rank over the mean (expert parallelism)."""
     mtp_layers: int = 0
+
+    def trains(self, role: TensorRole) -> bool:
+        """Whether the weights of the role themselves train."""
+        if self.method == "full":
+            return role not in self.frozen
+        return self.adapter is not None and role in self.adapter.full
 
     def storage_of(self, role: TensorRole) -> Storage:
         """How the matrices of this role are stored in a block that does not train."""

@@ -249,7 +249,7 @@ def logits_parts(at: Stage) -> list[Part]:
         parts.append(
             part("logits of a chunk", value, f"{chunk:,} tokens × {vocab:,.0f} × {policy.linear_chunk_bytes:g} B")
         )
-        if job.method == "full":
+        if job.trains("embedding" if shape.tied else "head"):
             grad = policy.linear_head_grad_bytes * vocab * shape.hidden
             parts.append(part("gradient of the head", grad))
     return parts

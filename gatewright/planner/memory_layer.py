@@ -71,22 +71,14 @@ def sequence_split(job: Job) -> int:
 
 def adapted(job: Job, role: TensorRole, *names: str) -> bool:
     """Whether one of these modules carries an adapter. Fused names (gate_up_proj) count for their parts."""
-    adapter = job.adapter
-    if adapter is None or role not in adapter.roles:
-        return False
-    return adapter.names is None or any(name in adapter.names for name in names)
-
-
-def trains(job: Job, role: TensorRole) -> bool:
-    """Whether the weights of the role train, so that its linears keep their inputs."""
-    return job.method == "full" and role not in job.frozen
+    return job.adapter is not None and any(job.adapter.share(role, name) > 0 for name in names)
 
 
 def norm_op(job: Job, policy: Policy, name: str, width: float) -> Op:
     """RMSNorm or LayerNorm. Eager ones upcast: the fp32 input is kept, five fp32 temporaries live in its backward."""
     b = policy.activation_bytes
     if policy.norm_style(job) == "eager":
-        trained = b * width if trains(job, "norms") else 0.0
+        trained = b * width if job.trains("norms") else 0.0
         return Op(name=name, keeps=FP32 * width + trained + FP32, grads=5 * FP32 * width)
     residual = policy.residual_bytes(job) * width
     return Op(name=name, keeps=residual + FP32, grads=2 * b * width)
@@ -95,7 +87,7 @@ def norm_op(job: Job, policy: Policy, name: str, width: float) -> Op:
 def input_bytes(job: Job, policy: Policy, role: TensorRole, width: float, modules: Iterable[tuple[str, ...]]) -> float:
     """Kept inputs of the linears that read one tensor: shared if weights train, a copy an adapter under autocast."""
     b = policy.activation_bytes
-    if trains(job, role):
+    if job.trains(role):
         return b * width
     stored = quantized_input_bytes(job, policy, role) * width
     adapters = [names for names in modules if adapted(job, role, *names)]
@@ -138,7 +130,7 @@ def attention_ops(job: Job, policy: Policy, attention: Attention | None) -> list
     scores, score_grads = score_bytes(job, policy, attention)
     core_keeps = b * (q + kv + o + 2 * gate) + FP32 * attention.heads / tp
     out_input = input_bytes(job, policy, "attention", o, [("o_proj", "dense", "proj")])
-    shared = b * o if trains(job, "attention") or (out_input and not policy.adapter_copies_input) else 0.0
+    shared = b * o if job.trains("attention") or (out_input and not policy.adapter_copies_input) else 0.0
     return [
         norm,
         Op(name="qkv projections", keeps=entry + latent, grads=b * (q + kv) + 2 * b * h),
@@ -180,7 +172,7 @@ def qk_norm_bytes(job: Job, policy: Policy) -> float:
     """Kept for an element of a normed query or key: the fp32 copy, and the normed one if the norm trains."""
     if policy.norm_style(job) == "fused":
         return policy.activation_bytes
-    return FP32 + (policy.activation_bytes if trains(job, "norms") else 0)
+    return FP32 + (policy.activation_bytes if job.trains("norms") else 0)
 
 
 def has_qk_norm(job: Job) -> bool:
@@ -262,7 +254,7 @@ def gated_ops(
     gates = matrices - 1
     out = b * h / sequence_split(job)
     if policy.mlp_style(job) == "fused":
-        extra = down if trains(job, role) and policy.keeps_product else 0.0
+        extra = down if job.trains(role) and policy.keeps_product else 0.0
         return [
             Op(name=f"{name} in", keeps=entry, grads=gates * b * i + 2 * b * h / sequence_split(job)),
             Op(name=f"{name} activation", keeps=gates * b * i, product=b * i, grads=2 * b * i),
@@ -296,7 +288,7 @@ def router_op(job: Job, policy: Policy, mlp: Mlp) -> Op:
 
 def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     """Tokens copied once a chosen expert, the experts' MLP on the copies, their weighted sum."""
-    if policy.lean_experts(job) and not trains(job, "routed_experts"):
+    if policy.lean_experts(job) and not job.trains("routed_experts"):
         return lean_expert_ops(job, policy, mlp)
     b, layout = policy.activation_bytes, job.layout
     visits = mlp.top_k * job.imbalance / sequence_split(job)

@@ -128,19 +128,14 @@ def share(job: Job, policy: Policy, group: TensorGroup, *, count: int) -> Share:
         matrices=group.linear_weights / divisor,
         adapters=adapter_parameters(job, group) / adapter_divisor,
         shards=shards,
-        trains=job.method == "full" and group.role not in job.frozen,
+        trains=job.trains(group.role),
     )
 
 
-def adapter_parameters(job: Job, group: TensorGroup) -> int:
-    adapter = job.adapter
-    if adapter is None or group.role not in adapter.roles:
-        return 0
-    return sum(
-        linear.lora_parameters(adapter.rank)
-        for linear in group.linears
-        if linear.module and (adapter.names is None or linear.name in adapter.names)
-    )
+def adapter_parameters(job: Job, group: TensorGroup) -> float:
+    if job.adapter is None:
+        return 0.0
+    return job.adapter.parameters(group, hidden=job.shape.hidden, vocab=job.shape.vocab)
 
 
 def weight_bytes(job: Job, policy: Policy, part: Share) -> float:

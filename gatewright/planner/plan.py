@@ -9,13 +9,14 @@ from gatewright.planner.ask import (
     DEFAULT_TARGETS,
     ask,
     known_choice,
-    roles_of,
     storages,
     within_limits,
 )
 from gatewright.planner.catalogue import gpus as all_gpus
 from gatewright.planner.job import Adapter, Job, Method
+from gatewright.planner.memory_states import adapter_parameters
 from gatewright.planner.search import Found, Question, fewest_gpus, search
+from gatewright.planner.targets import adapter_of
 from gatewright.planner.weights import StoredWeights
 from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import GB, Gpu
@@ -68,20 +69,41 @@ def refuse_fixed(question: Question, found: Found) -> None:
 
 
 def trainable(job: Job) -> int:
-    if job.adapter is None:
-        return sum(
-            group.parameters for group in job.shape.groups if group.role != "mtp" and group.role not in job.frozen
-        )
-    return job.shape.lora_parameters(job.adapter.rank, roles=job.adapter.roles, names=job.adapter.names)
+    groups = [group for group in job.shape.groups if group.role != "mtp"]
+    whole = sum(group.parameters for group in groups if job.trains(group.role))
+    return whole + round(sum(adapter_parameters(job, group) for group in groups))
 
 
 def method_text(job: Job) -> str:
     if job.adapter is None:
-        return "full fine-tuning"
-    where = ", ".join(sorted(job.adapter.names or (role.replace("_", " ") for role in job.adapter.roles)))
+        parts = sorted(role for role in job.shape.parameters_by_role() if role != "mtp" and role in job.frozen)
+        frozen = f", all but {', '.join(map(spaced, parts))}" if parts not in ([], ["router"]) else ""
+        return f"full fine-tuning{frozen}"
     base = job.storage if job.expert_storage is None else f"{job.storage}, experts {job.expert_storage}"
     base += " as stored" if job.stored else ""
-    return f"{'QLoRA' if job.method == 'qlora' else 'LoRA'} rank {job.adapter.rank} on {where}; base in {base}"
+    kind = "QLoRA" if job.method == "qlora" else "LoRA"
+    return f"{kind} rank {job.adapter.rank} on {adapter_text(job.adapter)}; base in {base}"
+
+
+def adapter_text(adapter: Adapter) -> str:
+    """What has an adapter, and what trains in full beside it."""
+    places = sorted(adapter.names or ()) or [place_text(adapter, role) for role in sorted(adapter.roles)]
+    beside = f", in full {', '.join(map(spaced, sorted(adapter.full)))}" if adapter.full else ""
+    return ", ".join(places) + beside
+
+
+def place_text(adapter: Adapter, role: str) -> str:
+    """`attention (q_proj)` where only some modules are adapted, `routed experts (25%)` where only some experts are."""
+    shares = {name: share for (of, name), share in adapter.shares.items() if of == role}
+    if not shares:
+        return spaced(role)
+    if role in adapter.partly:
+        return f"{spaced(role)} ({', '.join(sorted(shares))})"
+    return f"{spaced(role)} ({min(shares.values()):.0%})"
+
+
+def spaced(role: str) -> str:
+    return role.replace("_", " ")
 
 
 def near_misses(found: Found) -> tuple[Candidate, ...]:
@@ -125,7 +147,7 @@ def with_method(job: Job, name: str) -> Job:
     if method == job.method:
         return job
     dense, experts = storages(job.shape, method=method, name=None)
-    adapter = job.adapter or Adapter(rank=DEFAULT_RANK, roles=roles_of(job.shape, DEFAULT_TARGETS))
+    adapter = job.adapter or adapter_of(job.shape, rank=DEFAULT_RANK, targets=DEFAULT_TARGETS)
     return replace(
         job,
         method=method,

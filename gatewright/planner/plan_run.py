@@ -1,16 +1,21 @@
 """Planning a run file; apart from ask.py, so that a question in words does not load the run file's validation."""
 
 from pathlib import Path
+from typing import Any
 
 from gatewright.planner.ask import DEFAULT_TOKENS, ask
 from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import Layout, Sharding
 from gatewright.planner.plan import answer
 from gatewright.planner.search import Question
+from gatewright.planner.targets import trained_roles
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.plan import Plan
-from gatewright.spec.run import Hardware, Parallel, Run
-from gatewright.spec.shape import TensorRole
+from gatewright.spec.run import ExpertSubset, Hardware, Parallel, Run
+from gatewright.spec.shape import ROLES, ModelShape, TensorRole
+
+STORAGE = {"none": "bf16", "nf4": "nf4", "fp8": "fp8"}
+"""method.quantize, in the planner's words."""
 
 
 def plan_run(run: Run, *, gpus: int | None = None, price: float | None = None) -> Plan:
@@ -20,7 +25,7 @@ def plan_run(run: Run, *, gpus: int | None = None, price: float | None = None) -
 
 def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, hours: float | None = None) -> Question:
     """The question a run file asks. Raises RunFileError where it names no hardware, or what the planner cannot take."""
-    hardware, train, adapter = hardware_of(run), run.train, run.method.adapter
+    hardware, train = hardware_of(run), run.train
     if run.model.dtype != "bfloat16":
         raise RunFileError(
             f"model.dtype {run.model.dtype}: the planner's formulas hold for bfloat16. Plan with "
@@ -28,15 +33,11 @@ def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, ho
         )
     folder = Path(run.model.path)
     count = gpus or gpus_of(run)
-    frozen: frozenset[TensorRole] = frozenset() if run.router.train else frozenset({"router"})
+    shape = find_shape(run.model.path if folder.exists() else folder.name)
     return ask(
-        run.model.path if folder.exists() else find_shape(folder.name),
+        run.model.path if folder.exists() else shape,
         gpu=find_gpu(hardware.gpu),
         per_node=hardware.per_node,
-        method="full" if adapter is None else "lora",
-        rank=1 if adapter is None else adapter.rank,
-        targets=() if adapter is None else adapter.targets,
-        storage="bf16",
         tokens=micro_batch_tokens(run),
         tokens_per_step=train.tokens_per_step,
         hours=hours,
@@ -45,9 +46,54 @@ def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, ho
         layout=layout_of(run.parallel, count) if isinstance(run.parallel, Parallel) else None,
         checkpointing="alternate" if train.checkpointing == "selective" else train.checkpointing,
         optimizer="adamw_8bit" if train.optimizer == "adamw8bit" else "adamw",
-        frozen=frozen,
         loss_chunk_tokens=train.loss_chunk_tokens,
+        **method_words(run, shape),
     )
+
+
+def method_words(run: Run, shape: ModelShape) -> dict[str, Any]:
+    """What trains and how the rest is stored, in the words of `ask`."""
+    adapter = run.method.adapter
+    if adapter is None:
+        return {"method": "full", "storage": "bf16", "frozen": frozen_roles(run, shape)}
+    router = ["router"] if run.router.train and shape.is_moe and "router" not in adapter.full else []
+    return {
+        "method": "qlora" if run.method.quantize == "nf4" else "lora",
+        "storage": STORAGE[run.method.quantize],
+        "rank": adapter.rank,
+        "targets": adapter.targets,
+        "trained": [*adapter.full, *router],
+        "expert_share": expert_share(adapter.experts, shape),
+        "dropout": adapter.dropout > 0,
+    }
+
+
+def frozen_roles(run: Run, shape: ModelShape) -> frozenset[TensorRole]:
+    """Roles that full fine-tuning leaves as they are: those not named, or the router alone."""
+    trained = frozenset(ROLES) - {"router"}
+    if run.method.roles is not None:
+        trained = trained_roles(shape, run.method.roles)
+    if run.router.train:
+        trained |= {"router"}
+    return frozenset(ROLES) - trained
+
+
+def expert_share(subset: ExpertSubset | None, shape: ModelShape) -> float:
+    """Part of the model's experts that has an adapter. Raises RunFileError for experts that are not there."""
+    if subset is None:
+        return 1.0
+    if subset.layers is None:
+        return subset.most_routed or 1.0
+    held = {index: layer.mlp.experts for index, layer in enumerate(shape.layers) if layer.mlp and layer.mlp.experts}
+    for item in subset.layers:
+        experts = held.get(item.layer, 0)
+        if max(item.experts) >= experts:
+            what = f"experts 0 to {experts - 1}" if experts else "no routed experts"
+            raise RunFileError(
+                f"method.adapter.experts.layers: layer {item.layer} of {shape.name} has {what}, "
+                f"and expert {max(item.experts)} is named"
+            )
+    return sum(len(set(item.experts)) for item in subset.layers) / sum(held.values())
 
 
 def hardware_of(run: Run) -> Hardware:

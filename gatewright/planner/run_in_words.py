@@ -6,6 +6,7 @@ from typing import Any
 
 from gatewright.planner.ask import DEFAULT_RANK, DEFAULT_TARGETS, DEFAULT_TOKENS, known_choice, within_limits
 from gatewright.planner.catalogue import find_model
+from gatewright.planner.targets import WILD
 from gatewright.spec.errors import UserError
 from gatewright.spec.run import Run
 from gatewright.spec.shape import TARGET_ROLES
@@ -42,7 +43,8 @@ def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str
     config = None if folder.is_dir() and path.exists() else find_model(model).config
     targets = [item.strip() for item in given.get("targets", "").split(",") if item.strip()] or list(DEFAULT_TARGETS)
     for target in targets:
-        known_choice("targets", target, tuple(TARGET_ROLES))
+        if not WILD.intersection(target):
+            known_choice("targets", target, tuple(TARGET_ROLES))
     adapter = {"rank": given.get("rank", DEFAULT_RANK), "targets": targets}
     run = Run.model_validate(
         {

@@ -89,11 +89,10 @@ def flops_per_token(job: Job) -> tuple[float, float, float]:
         forward += 2 * shape.vocab * shape.hidden
     adapters = 0.0
     if job.adapter is not None:
-        roles, names = job.adapter.roles, job.adapter.names
         adapters = sum(
-            2 * job.adapter.rank * (linear.inputs + linear.outputs) * linear.active
-            for _, linear in shape.linears(roles)
-            if names is None or linear.name in names
+            job.adapter.share(group.role, linear.name)
+            * (2 * job.adapter.rank * (linear.inputs + linear.outputs) * linear.active)
+            for group, linear in shape.linears(job.adapter.roles)
         )
     backward = 2.0 if job.method == "full" else 1.0
     length = job.attention_tokens or job.tokens_per_row

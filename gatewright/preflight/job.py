@@ -73,6 +73,8 @@ class Job:
     lora_rank_pattern: Words = Written()
     lora_modules_to_save: Words = Written()
     lora_dora: Flag = Written()
+    expert_share: Number = Written()
+    """Part of the experts that has an adapter; 0 where they are named one by one."""
     bits: Count = Written()
     """4 or 8: bitsandbytes storage of the frozen weights."""
     quantize_experts: Flag = Written()

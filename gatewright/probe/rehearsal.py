@@ -1,5 +1,6 @@
 """Rehearsal of a run: the trainer's own step on fake tensors, and the bytes each of its phases would allocate."""
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gatewright.data.batch import IGNORED, Batch
 from gatewright.model import attention
-from gatewright.model.adapters import add_adapters, train_everything
+from gatewright.model.adapters import add_adapters, train_weights
+from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config
 from gatewright.model.recompute import recompute
@@ -19,7 +21,7 @@ from gatewright.probe.fake_memory import LiveBytes
 from gatewright.probe.rehearsal_observe import first_line, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Rehearsal
-from gatewright.spec.run import Run
+from gatewright.spec.run import ExpertSubset, Run
 from gatewright.train.optim import build_optimizer, trainable
 from gatewright.train.step import train_step
 
@@ -103,9 +105,23 @@ def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTr
     )
     put_seams(model, source=run.model.path)
     adapter = run.method.adapter
-    _ = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
+    if adapter:
+        add_adapters(model, adapter, seed=run.train.seed, chosen=chosen_experts(model, adapter.experts))
+    else:
+        train_weights(model, run.method.roles, router=run.router.train)
     recompute(model, run.train.checkpointing)
     return model
+
+
+def chosen_experts(model: PreTrainedModel, subset: ExpertSubset | None) -> dict[int, Sequence[int]] | None:
+    """Experts with an adapter, layer by layer; as many as most_routed says, since which they are costs the same."""
+    if subset is None:
+        return None
+    if subset.layers is not None:
+        return {item.layer: item.experts for item in subset.layers}
+    share = subset.most_routed or 1.0
+    held = {layer: lora_shapes(module)["down_proj"][0] for layer, module in find_experts(model).items()}
+    return {layer: range(math.ceil(share * experts)) for layer, experts in held.items()}
 
 
 def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:

@@ -5,12 +5,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from gatewright.spec.event import EVENT_VERSION, KINDS, Evaluated, Event, Saved, Start, StepDone
+from gatewright.spec.event import (
+    EVENT_VERSION,
+    KINDS,
+    Evaluated,
+    Event,
+    GuardActed,
+    RouterHealth,
+    Saved,
+    Start,
+    StepDone,
+)
 
 _READERS: dict[str, TypeAdapter[Event]] = {kind: TypeAdapter(type_) for kind, type_ in KINDS.items()}
 _FIELDS = {kind: {field.name for field in fields(type_)} for kind, type_ in KINDS.items()}
@@ -33,8 +43,8 @@ class Line:
 def read_events(path: Path, *, unread: Counter[str]) -> Iterator[Line]:
     """Yields the events of the file, one line in memory at a time; counts in `unread` what it could not use.
 
-    The file is read twice. The first reading only looks for start events, because whether a step counts is
-    known when a later process has said from which step it went on. An event written meanwhile is left out.
+    The file is read twice. The first reading only looks for what goes back to an earlier step, a new process or the
+    guard, because whether a step counts is known only then. An event written meanwhile is left out.
     """
     last_steps, end = _last_step_after_each_start(path)
     starts = 0
@@ -44,28 +54,33 @@ def read_events(path: Path, *, unread: Counter[str]) -> Iterator[Line]:
             if found is None:
                 continue
             event, time = found
-            starts += isinstance(event, Start)
-            void = isinstance(event, StepDone | Evaluated | Saved) and event.step > last_steps[starts]
+            starts += _goes_back(event)
+            void = isinstance(event, StepDone | Evaluated | Saved | RouterHealth) and event.step > last_steps[starts]
             yield Line(event, time, void)
 
 
 def _last_step_after_each_start(path: Path) -> tuple[list[int], int]:
-    """Last step that no later process did again, after 0, 1, 2, … start events; and the file's length in bytes."""
+    """Last step not done again later, after 0, 1, 2, … events that went back; and the file's length in bytes."""
     resumed: list[int] = []
     end = 0
     with path.open("rb") as file:
         for raw in file:
             end += len(raw)
-            if b'"start"' not in raw:
+            if b'"start"' not in raw and b'"guard"' not in raw:
                 continue
             found = _parse(raw, unread=Counter())
-            if found is not None and isinstance(found[0], Start):
+            if found is not None and _goes_back(found[0]):
                 step = found[0].resumed_step
                 resumed.append(_NO_STEP if step is None else step)
     limits = [_NO_LIMIT]
     for step in reversed(resumed):
         limits.append(min(limits[-1], step))
     return limits[::-1], end
+
+
+def _goes_back(event: Event) -> TypeGuard[Start | GuardActed]:
+    """Whether what comes after this event goes on from an earlier step: a new process, or a guard's rollback."""
+    return isinstance(event, Start) or (isinstance(event, GuardActed) and event.resumed_step is not None)
 
 
 def _lines(file: BinaryIO, *, end: int) -> Iterator[bytes]:

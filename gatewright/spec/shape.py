@@ -252,5 +252,10 @@ TARGET_ROLES: dict[str, tuple[TensorRole, ...]] = {
     "mlp": ("dense_mlp",),
     "experts": ("routed_experts",),
     "shared_experts": ("shared_experts",),
+    "router": ("router",),
+    "embedding": ("embedding",),
+    "head": ("head",),
 }
 """Tensor roles behind each entry of `method.adapter.targets` in a run file."""
+TRAINED_ROLES: dict[str, tuple[TensorRole, ...]] = {**TARGET_ROLES, "norm": ("norms",)}
+"""Tensor roles behind each entry of `method.roles` and `method.adapter.full`."""

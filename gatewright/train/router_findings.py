@@ -33,6 +33,10 @@ def router_findings(control: RouterControl, *, ep: int) -> list[Finding]:
     if (settings.balance or settings.z) and not control.guard.trains:
         text = "the router is frozen: router.balance and router.z reach only the weights that feed it"
         found.append(Finding(severity="warning", text=text))
+    idle = [a for a in settings.guard.action if a in ("lower_lr", "freeze", "reset")]
+    if idle and not control.guard.trains:
+        text = f"router.guard: {', '.join(idle)} will change nothing, since the router is frozen"
+        found.append(Finding(severity="note", text=text))
     if settings.bias_rate and not control.has_bias:
         raise RunFileError(
             f"router.bias_rate {settings.bias_rate:g}: the routers of {type(control.model).__name__} have no "

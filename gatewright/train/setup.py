@@ -170,7 +170,14 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
 def _prepare_model(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
     device = ranks.device
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
-    model = load_model(run.model, device=device, kernel=kernel, divide=divider(ranks))
+    model = load_model(
+        run.model,
+        device=device,
+        kernel=kernel,
+        quantize=run.method.quantize,
+        note=lambda text: log(Finding(severity="note", text=text)),
+        divide=divider(ranks),
+    )
     settle(model, ranks)
     base_parameters = sum(p.numel() for p in model.parameters())
     adapter = run.method.adapter

@@ -135,7 +135,7 @@ def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     assert loop.train(run, console=console) == 0
     text = console.export_text()
-    assert "note: router.guard has nothing to act on" in text
+    assert "note: router.guard: freeze will change nothing" in text
     assert "warning: method.adapter.dropout 0.1 applies to linear layers only" in text
     assert len(tiny.events(run, "finding")) == 2
 

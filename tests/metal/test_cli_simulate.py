@@ -62,7 +62,7 @@ def test_the_peak_is_in_the_first_line(plan: Plan, arguments: tuple[str, ...], d
         (("Qwen3-8", "--tokens", "128"), "Nearest in the catalogue: Qwen3-8B"),
         (("tiny", "--tokens", "0"), "tokens 0: wanted"),
         (("tiny", "--tokens", "1"), "of 2 tokens or more"),
-        (("tiny", "--targets", "router"), "Known: attention, mlp, experts"),
+        (("tiny", "--targets", "rooter"), "Known: attention, mlp, experts"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_said_in_words(plan: Plan, arguments: tuple[str, ...], says: str) -> None:

@@ -25,6 +25,8 @@ TABLE: Table = {
     "method.adapter.rank": ("lora_rank", whole),
     "method.adapter.dropout": ("lora_dropout", number),
     "method.adapter.targets": ("lora_targets", words),
+    "method.adapter.full": ("lora_modules_to_save", words),
+    "method.adapter.experts.most_routed": ("expert_share", number),
     "data.pack": ("packing", flag),
     "data.chat_template": ("template", word),
     "train.steps": ("max_steps", whole),
@@ -58,6 +60,11 @@ def read_ours(leaves: list[Leaf], *, file: str) -> Reading:
             reading.put({"data.max_tokens": "max_tokens", "parallel.cp": "cp"}[leaf.key], leaf.value, leaf)
         elif leaf.key == "parallel.dense" and str(leaf.value).startswith("zero"):
             reading.put("zero", whole(str(leaf.value)[4:]), leaf)
+        elif leaf.key == "method.quantize" and leaf.value == "nf4":
+            reading.put("bits", 4, leaf)
+            reading.put("quantize_experts", True, leaf)
+        elif leaf.key.startswith("method.adapter.experts.layers"):
+            values.setdefault("expert_share", Written(0.0, "method.adapter.experts.layers", file, leaf.line))
         elif leaf.key == "train.checkpointing":
             reading.put("checkpointing", leaf.value != "none", leaf)
         elif leaf.key.startswith("evaluate."):

@@ -276,7 +276,7 @@ def expert_adapter_is_large(job: Job) -> Fault | None:
     if not (job.moe and job.lora and _trains_experts(job)) or job.shape is None or job.lora_rank.value is None:
         return None
     rank = job.lora_rank.value
-    count = sum(
+    count = job.expert_share.get(1.0) * sum(
         linear.lora_parameters(rank)
         for group in job.shape.groups
         if group.role == "routed_experts"

@@ -1,0 +1,120 @@
+"""FP8 as checkpoints hold it: 8-bit floats with a scale a block, an output row or a tensor; w = code · scale."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from gatewright.model.quantized import QuantizedWeight
+from gatewright.spec.errors import ModelError
+
+CODE_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+"""safetensors' names of the stored types we read."""
+SLAB = 2**24
+"""Weights made float32 at one time on the way to the compute type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """What config.json says of an FP8 checkpoint."""
+
+    method: str
+    block: tuple[int, int] | None
+    """Output and input features that share a scale; None: the scale's own shape tells (one a row, or one a tensor)."""
+
+
+def read_format(config: PretrainedConfig, *, source: str) -> Fp8Format | None:
+    """The FP8 format of a checkpoint; None for one in plain floats. Raises ModelError for any other quantisation."""
+    values = config.to_dict()
+    stated = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
+    if not stated:
+        return None
+    method = str(stated.get("quant_method"))
+    if method == "fp8":
+        block = stated.get("weight_block_size")
+        return Fp8Format(method, None if block is None else (int(block[0]), int(block[1])))
+    if method == "fbgemm_fp8":
+        return Fp8Format(method, None)
+    if method == "compressed-tensors":
+        weights = [group.get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
+        if weights and all((w.get("type"), w.get("num_bits")) == ("float", 8) for w in weights):
+            blocks = {tuple(w["block_structure"]) for w in weights if w.get("block_structure")}
+            return Fp8Format(method, next(iter(blocks), None))  # type: ignore[arg-type]
+        method = f"compressed-tensors, {stated.get('format')}"
+    raise ModelError(
+        f"{source}: its weights are quantised already ({method}); as a base for training we read plain floats and FP8. "
+        "Point model.path at the model's unquantised or FP8 release; method.quantize: nf4 makes it small at load"
+    )
+
+
+class Fp8Weight(QuantizedWeight):
+    """A matrix [N, K] or a stack [E, N, K]: `codes` of that shape, `scale` [(E,) N/rows, K/columns] in float32."""
+
+    def __init__(
+        self, parts: dict[str, Tensor], *, shape: torch.Size, dtype: torch.dtype, block: tuple[int, int]
+    ) -> None:
+        super().__init__(parts, shape=shape, dtype=dtype, block=block)
+        self.block = block
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`; the product with the scale is taken in float32."""
+        out_ENK = torch.empty(self.shape, dtype=dtype, device=self.device).view(-1, *self.shape[-2:])
+        codes_ENK = self.parts["codes"].view(out_ENK.shape)
+        scale_ERC = self.parts["scale"].view(len(out_ENK), *self.parts["scale"].shape[-2:])
+        rows = self.block[0]
+        for experts, begin, end in self._slabs(out_ENK.shape):
+            scale = scale_ERC[experts, begin // rows : -(-end // rows)]
+            out_ENK[experts, begin:end] = _product(codes_ENK[experts, begin:end], scale, self.block)
+        return out_ENK.view(self.shape)
+
+    def refined(self) -> "Fp8Weight":
+        """The same weight with blocks that divide its shape, so that scales concatenate as the codes do."""
+        (rows, columns), (outputs, inputs) = self.block, self.shape[-2:]
+        row, column = math.gcd(rows, outputs), math.gcd(columns, inputs)
+        scale = self.parts["scale"].repeat_interleave(rows // row, dim=-2)[..., : outputs // row, :]
+        scale = scale.repeat_interleave(columns // column, dim=-1)[..., : inputs // column]
+        return Fp8Weight(self.parts | {"scale": scale}, shape=self.shape, dtype=self.dtype, block=(row, column))
+
+    def _slabs(self, shape: torch.Size) -> Iterator[tuple[slice, int, int]]:
+        """Whole experts together, or whole rows of blocks of one."""
+        experts, outputs, inputs = shape
+        together = max(1, SLAB // (outputs * inputs))
+        rows = outputs if together > 1 else max(1, SLAB // (inputs * self.block[0])) * self.block[0]
+        for first in range(0, experts, together):
+            for begin in range(0, outputs, rows):
+                yield slice(first, first + together), begin, min(outputs, begin + rows)
+
+
+def _product(codes_ENK: Tensor, scale_ERC: Tensor, block: tuple[int, int]) -> Tensor:
+    values_ENK = codes_ENK.float()
+    experts, outputs, inputs = values_ENK.shape
+    rows, columns = block
+    if outputs % rows == 0 and inputs % columns == 0:
+        blocks = values_ENK.view(experts, outputs // rows, rows, inputs // columns, columns)
+        return blocks.mul_(scale_ERC[:, :, None, :, None]).view(values_ENK.shape)
+    scale = scale_ERC.repeat_interleave(rows, dim=1)[:, :outputs].repeat_interleave(columns, dim=2)[..., :inputs]
+    return values_ENK.mul_(scale)
+
+
+def fp8_weight(codes: Tensor, scale: Tensor, *, form: Fp8Format, name: str) -> Fp8Weight:
+    """A weight as the file holds it. Raises ModelError for a scale that does not fit, or is no finite number."""
+    *experts, outputs, inputs = codes.shape
+    scale = scale.float()
+    if not scale.isfinite().all():
+        raise ModelError(f"{name}: its FP8 scale holds NaN or infinity; copy the file again from the source")
+    block = form.block
+    if block and scale.shape == (*experts, -(-outputs // block[0]), -(-inputs // block[1])):
+        block = (min(block[0], outputs), min(block[1], inputs))
+    elif scale.numel() == math.prod(experts):
+        scale, block = scale.reshape(*experts, 1, 1), (outputs, inputs)
+    elif scale.numel() == math.prod(experts) * outputs:
+        scale, block = scale.reshape(*experts, outputs, 1), (1, inputs)
+    else:
+        raise ModelError(
+            f"{name}: an FP8 weight of shape {tuple(codes.shape)} with a scale of shape {tuple(scale.shape)}; wanted "
+            f"one a {f'{block[0]} × {block[1]} block' if block else 'tensor or an output row'}"
+        )
+    return Fp8Weight({"codes": codes, "scale": scale}, shape=codes.shape, dtype=torch.bfloat16, block=block)

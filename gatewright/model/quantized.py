@@ -1,0 +1,115 @@
+"""Frozen weights in few bits: a tensor that keeps the shape of what it replaces and is made dense a layer at a time.
+
+A quantised weight sits where the dense one sat, as the parameter of an `nn.Linear` or of a fused experts module. Only
+two things may be done with it: it can be a linear layer's weight, and the experts seam can multiply by it. Both make it
+dense in the forward pass and once more in the backward pass, and keep nothing but the packed bytes in between.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from gatewright.spec.errors import ModelError
+
+aten = torch.ops.aten
+
+
+class QuantizedWeight(Tensor):
+    """Base of the formats: a tensor of the dense shape and type without storage, and the packed tensors behind it.
+
+    A format gives `dense`, and its fields through `parts`; see four_bit.py and fp8.py.
+    """
+
+    parts: dict[str, Tensor]
+    """What is really held, by name."""
+
+    @staticmethod
+    def __new__(cls, parts: dict[str, Tensor], *, shape: torch.Size, dtype: torch.dtype, **details: Any) -> Self:
+        device = next(iter(parts.values())).device
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, parts: dict[str, Tensor], *, shape: torch.Size, dtype: torch.dtype, **details: Any) -> None:
+        """`details`: what else the format must know to make the weight dense."""
+        self.parts = parts
+        self.details = details
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight as an ordinary tensor, newly made."""
+        raise NotImplementedError
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the packed tensors."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def rebuild(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Self:
+        parts = {name: change(part) for name, part in self.parts.items()}
+        return type(self)(parts, shape=self.shape, dtype=dtype, **self.details)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.stored_bytes:,} bytes, {self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        # Its presence alone makes Module.to() swap the whole object, packed tensors included.
+        raise NotImplementedError(f"{type(self).__name__} is not traced")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return _linear(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weight, kwargs = args[0], kwargs or {}
+        if isinstance(weight, QuantizedWeight):
+            if func in (aten.detach.default, aten.alias.default):
+                return weight.rebuild(lambda part: part, weight.dtype)
+            if func is aten.clone.default:
+                return weight.rebuild(torch.clone, weight.dtype)
+            if func is aten._to_copy.default:
+                device = kwargs.get("device") or weight.device
+                return weight.rebuild(lambda part: part.to(device), kwargs.get("dtype") or weight.dtype)
+        raise ModelError(
+            f"method.quantize: this architecture applies {func} to a weight that is stored in few bits; only linear "
+            "layers and experts can take one. Set method.quantize: none"
+        )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y: Tensor = _Linear.apply(x, weight, bias)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b with W dense only while it multiplies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.dense(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_x = grad @ ctx.weight.dense(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes that the model's parameters occupy, a shared one counted once."""
+    return sum(p.stored_bytes if isinstance(p, QuantizedWeight) else p.nbytes for p in model.parameters())
+
+
+def quantized_names(model: nn.Module) -> list[str]:
+    """Parameters that are stored in few bits."""
+    return [name for name, p in model.named_parameters() if isinstance(p, QuantizedWeight)]

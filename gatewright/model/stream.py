@@ -1,0 +1,266 @@
+"""Loading tensor by tensor: each weight is read from its shard, put into the architecture's form, quantised, dropped.
+
+transformers' own tables say how a checkpoint's tensors become the architecture's (many experts into one stack, and the
+like); here they are applied to one weight at a time, and to an expert stack one expert at a time, so that beside what
+stays there is never more than the dense form of one matrix (of one stack, where a conversion mixes experts).
+"""
+
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from gatewright.model.fp8 import CODE_TYPES, Fp8Format, Fp8Weight, fp8_weight
+from gatewright.spec.errors import ModelError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Shards:
+    """The tensors of a folder's safetensors files, read on demand into memory of their own (no mapped pages)."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self.folder = folder
+        self.place: dict[str, Any] = {}
+        for file in files:
+            handle = safe_open(folder / file, framework="pt", backend="pread")
+            self.place |= dict.fromkeys(handle.keys(), handle)
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """A tensor, or one entry along its first axis."""
+        handle = self.place[name]
+        value: Tensor = handle.get_tensor(name) if row is None else handle.get_slice(name)[row]
+        return value
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self.place[name].get_slice(name).get_shape()
+        return shape
+
+    def bytes(self, name: str) -> int:
+        """Of a tensor of 8-bit elements."""
+        return math.prod(self.shape(name))
+
+    def kind(self, name: str) -> str:
+        """Type as safetensors names it: BF16, F8_E4M3, …"""
+        return str(self.place[name].get_slice(name).get_dtype())
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One tensor of the checkpoint, with the scale that belongs to it if it is FP8."""
+
+    shards: Shards
+    name: str
+    scale: str | None
+    form: Fp8Format | None
+
+    def fp8(self, row: int | None = None) -> Fp8Weight:
+        assert self.scale is not None and self.form is not None
+        codes, scale = self.shards.read(self.name, row), self.shards.read(self.scale, row)
+        return fp8_weight(codes, scale, form=self.form, name=self.name)
+
+    def read(self, dtype: torch.dtype, row: int | None = None) -> Tensor:
+        """In plain floats: as stored, or in `dtype` from FP8."""
+        return self.shards.read(self.name, row) if self.scale is None else self.fp8(row).dense(dtype)
+
+
+@dataclass(slots=True)
+class Weight:
+    """What becomes one weight of the architecture (several, where a conversion splits): sources by pattern."""
+
+    target: str
+    model: PreTrainedModel
+    """On the meta device: the architecture."""
+    converter: WeightConverter | None
+    sources: dict[str, list[Source]] = field(default_factory=dict)
+
+    @property
+    def all_sources(self) -> list[Source]:
+        return [source for sources in self.sources.values() for source in sources]
+
+    @property
+    def is_fp8(self) -> bool:
+        return all(source.scale is not None for source in self.all_sources)
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the weights that the conversion gives."""
+        if self.converter is None:
+            return [self.target]
+        first, *others = self.converter.target_patterns
+        return [self.target] + [self.target.replace(first, other) for other in others]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.model.get_parameter(self.target).shape
+
+    def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights in plain floats, by name; `dtype` is for what is FP8 in the file."""
+        return self.convert({pattern: [s.read(dtype) for s in sources] for pattern, sources in self.sources.items()})
+
+    def matrices(self, target: str) -> Iterator[Tensor]:
+        """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for."""
+        shape = self.model.get_parameter(target).shape
+        if len(shape) == 3 and self.converter is None:
+            [source] = self.all_sources
+            self._agree(source.shards.shape(source.name), shape)
+            made: Iterable[Tensor] = (source.read(torch.float32, row) for row in range(shape[0]))
+        elif len(shape) == 3 and self.stacks_experts:
+            made = (self._expert(index) for index in range(self._count(shape[0])))
+        else:
+            whole = self.whole(torch.float32)[target]
+            self._agree(whole.shape, shape)
+            made = whole.view(-1, *shape[-2:])
+        for matrix in made:
+            self._agree(matrix.shape, shape[-2:])
+            yield matrix
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether each expert of the stack comes from its own sources alone."""
+        if self.converter is None:
+            return False
+        first, *others = self.converter.operations
+        return isinstance(first, MergeModulelist) and first.dim == 0 and all(_within_expert(op) for op in others)
+
+    def fp8(self) -> Fp8Weight:
+        """The weight in the checkpoint's own FP8 bytes. Raises ModelError where a conversion does more than stack."""
+        if self.converter is None:
+            [source] = self.all_sources
+            self._agree(source.shards.shape(source.name), self.shape)
+            return source.fp8()
+        if not self.stacks_experts or any(isinstance(op, Transpose) for op in self.converter.operations):
+            raise ModelError(
+                f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
+                "method.quantize: nf4, or none"
+            )
+        self._count(self.shape[0])
+        weights = {pattern: [s.fp8().refined() for s in sources] for pattern, sources in self.sources.items()}
+        blocks = {weight.block for many in weights.values() for weight in many}
+        if len(blocks) > 1:
+            raise ModelError(f"{self.target}: its parts have FP8 blocks of different shapes; set method.quantize: nf4")
+        kind = next(iter(weights.values()))[0].parts["codes"].dtype
+        # Bytes, since not every operation that a table may name is there for 8-bit floats.
+        codes = {pattern: [w.parts["codes"].view(torch.uint8) for w in many] for pattern, many in weights.items()}
+        scales = {pattern: [w.parts["scale"] for w in many] for pattern, many in weights.items()}
+        del weights
+        parts = {"codes": self.convert(codes)[self.target].view(kind), "scale": self.convert(scales)[self.target]}
+        self._agree(parts["codes"].shape, self.shape)
+        return Fp8Weight(parts, shape=self.shape, dtype=torch.bfloat16, block=blocks.pop())
+
+    def convert(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """transformers' conversion of these tensors; by name of what it gives."""
+        if self.converter is None:
+            [[tensor]] = tensors.values()
+            return {self.target: tensor}
+        converter = deepcopy(self.converter)
+        for pattern, many in tensors.items():
+            for index, tensor in enumerate(many):
+                converter.add_tensor(self.target, f"{pattern}.{index}", pattern, lambda tensor=tensor: tensor)
+        made = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _expert(self, index: int) -> Tensor:
+        one = {pattern: [sources[index].read(torch.float32)] for pattern, sources in self.sources.items()}
+        return self.convert(one)[self.target][0]
+
+    def _agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:
+        if tuple(got) != tuple(wanted):
+            raise ModelError(
+                f"{self.target} has another shape than config.json says: {tuple(got)} in the file, {tuple(wanted)} by "
+                "config.json; these files do not belong together"
+            )
+
+    def _count(self, wanted: int) -> int:
+        counts = {len(sources) for sources in self.sources.values()}
+        if counts != {wanted}:
+            raise ModelError(
+                f"{self.target}: the files hold {' and '.join(map(str, sorted(counts)))} experts, config.json says "
+                f"{wanted}; the folder is incomplete, or its parts do not belong together"
+            )
+        return wanted
+
+
+class Lazy:
+    """Stands for a tensor in a state dict; transformers takes `[...]` of it when its turn has come."""
+
+    turn = threading.Lock()
+    """transformers reads with several threads: one dense weight at a time is enough."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+
+    def __getitem__(self, index: object) -> Tensor:
+        with self.turn:
+            return self.make()
+
+
+def weights_of(shards: Shards, model: PreTrainedModel, form: Fp8Format | None) -> list[Weight]:
+    """Every weight of the architecture that the files hold, in order of name. `model` lies on the meta device.
+
+    Raises ModelError for a tensor in a type that is no float and no FP8 with its scale.
+    """
+    known = model.state_dict()
+    table = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    weights: dict[str, Weight] = {}
+    sources = _sources(shards, form)
+    for key in sorted(sources, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if target not in known and key in known:
+            target, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
+        if target not in known:
+            continue
+        source = sources[key]
+        if source.scale is None and shards.kind(key) not in FLOATS and known[target].is_floating_point():
+            raise ModelError(
+                f"{shards.folder}: {key} is stored as {shards.kind(key)} without a scale we know; wanted plain floats, "
+                "or FP8 with weight_scale_inv or weight_scale"
+            )
+        weight = weights.setdefault(target, Weight(target, model, by_pattern[pattern] if pattern else None))
+        weight.sources.setdefault(pattern or key, []).append(source)
+    return list(weights.values())
+
+
+def _sources(shards: Shards, form: Fp8Format | None) -> dict[str, Source]:
+    """Tensors by name, each with its scale; what scales the activations of an inference engine is left out."""
+    if form is None:
+        return {name: Source(shards, name, None, None) for name in shards.place}
+    scales: dict[str, str] = {}
+    for name in shards.place:
+        if shards.kind(name) in CODE_TYPES:
+            candidates = (f"{name}_scale_inv", f"{name}_scale", re.sub(r"weight$", "scale", name))
+            found = next((scale for scale in candidates if scale != name and scale in shards.place), None)
+            if found is None:
+                raise ModelError(f"{shards.folder}: {name} is FP8 but has no scale beside it ({', '.join(candidates)})")
+            scales[name] = found
+    extra = set(scales.values()) | {n for n in shards.place if n.endswith(("input_scale", "activation_scale"))}
+    return {name: Source(shards, name, scales.get(name), form) for name in shards.place if name not in extra}
+
+
+def _within_expert(operation: object) -> bool:
+    """Whether the operation leaves the first axis of a stack alone, and does not ask for the whole stack's shape."""
+    if isinstance(operation, Transpose):
+        return 0 not in (operation.dim0, operation.dim1) and not operation.check_dims
+    return isinstance(operation, Concatenate) and operation.dim != 0

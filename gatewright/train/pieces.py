@@ -1,0 +1,147 @@
+"""Tensors of a checkpoint in pieces: each rank writes its own, and any number of ranks reads what it needs of them.
+
+    state.safetensors                         of one process: every tensor whole
+    state-00002-of-00004.safetensors          of rank 2 of 4: whole tensors, and runs of elements of larger ones
+
+A run of elements is stored flat, and the file's header says of which tensor: {"name": {"shape": […], "begin": n}}.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gatewright.parallel.pieces import Piece
+from gatewright.spec.errors import CheckpointError
+
+_FILE = re.compile(r"state(?:-(\d+)-of-(\d+))?\.safetensors")
+
+
+def host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that what happens to the tensor no longer touches."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def file_name(rank: int, ranks: int) -> str:
+    return "state.safetensors" if ranks == 1 else f"state-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def write_pieces(
+    folder: Path, tensors: Mapping[str, Tensor], *, pieces: Mapping[str, Piece], rank: int, ranks: int
+) -> None:
+    """Writes this rank's file. `pieces`: weight name -> what this rank holds of it; `tensors` are called
+    weights/NAME, optimizer/NAME/KEY, or anything else for what is whole."""
+    header = {}
+    for key, tensor in tensors.items():
+        piece = pieces.get(_weight(key))
+        if piece is not None and not piece.whole and tensor.numel() == piece.elements and tensor.dim():
+            header[key] = {"shape": piece.shape, "begin": piece.begin}
+    flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
+    save_file(flat, folder / file_name(rank, ranks), {"format": "pt", "pieces": json.dumps(header)})
+
+
+class SavedState:
+    """The state files of a checkpoint, read piece by piece."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where the files do not belong together."""
+        found = {path: _FILE.fullmatch(path.name) for path in sorted(folder.glob("state*.safetensors"))}
+        self.files = {int(match[1] or 0): path for path, match in found.items() if match}
+        sizes = {int(match[2] or 1) for match in found.values() if match}
+        if len(sizes) != 1 or set(self.files) != set(range(*sizes)):
+            raise CheckpointError(f"{folder}: its state files are not those of one run: {', '.join(p.name for p in found)}")
+        [self.ranks] = sizes
+        self.folder = folder
+        # Tensor name -> (rank whose file has it, shape of the whole tensor, first element)
+        self._places: dict[str, list[tuple[int, tuple[int, ...], int]]] = {}
+        for rank, path in self.files.items():
+            with _open(path) as file:
+                header = json.loads((file.metadata() or {}).get("pieces", "{}"))
+                for key in file.keys():  # noqa: SIM118
+                    shape = tuple(header[key]["shape"]) if key in header else tuple(file.get_slice(key).get_shape())
+                    self._places.setdefault(key, []).append((rank, shape, header.get(key, {"begin": 0})["begin"]))
+
+    def keys(self, prefix: str) -> list[str]:
+        """What follows the prefix in the names that begin with it."""
+        return [name.removeprefix(prefix) for name in self._places if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._places[name][0][1]
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, put together from its pieces."""
+        shape = self.shape(name)
+        return self.read(name, Piece(shape=shape, begin=0, end=prod(shape))).view(shape)
+
+    def common(self, prefix: str) -> dict[str, Tensor]:
+        """Whole tensors by name."""
+        return {name: self.whole(name) for name in self._places if name.startswith(prefix)}
+
+    def of_rank(self, rank: int, prefix: str) -> dict[str, Tensor]:
+        """What one rank saved for itself."""
+        if rank not in self.files:
+            return {}
+        with _open(self.files[rank]) as file:
+            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+
+    def read(self, name: str, piece: Piece) -> Tensor:
+        """The elements of a tensor that a piece covers; whole and in shape if it covers all, or if it is one number.
+
+        Raises CheckpointError where the tensor has another shape, or some of its elements are in no file.
+        """
+        places = self._places.get(name)
+        if places is None:
+            raise CheckpointError(f"{self.folder}: {name} is not in its state files")
+        if len(places[0][1]) == 0 or places[0][1] != piece.shape:
+            return self._other(name, piece)
+        result: Tensor | None = None
+        covered = 0
+        for rank, _, begin in places:
+            with _open(self.files[rank]) as file:
+                part = file.get_slice(name)
+                elements = prod(part.get_shape())
+                first, last = max(piece.begin, begin), min(piece.end, begin + elements)
+                whole = elements == prod(piece.shape)
+                if first >= last and piece.elements:
+                    continue
+                flat = file.get_tensor(name).reshape(-1) if whole else part[first - begin : last - begin]
+                flat = flat[first - begin : last - begin] if whole else flat
+            if result is None:
+                result = torch.empty(piece.elements, dtype=flat.dtype)
+            result[first - piece.begin : last - piece.begin] = flat
+            covered += last - first
+        if result is None or covered < piece.elements:
+            raise CheckpointError(
+                f"{self.folder}: {name} is incomplete, {covered:,} of {piece.elements:,} elements are in its files"
+            )
+        return result.view(piece.shape) if piece.whole else result
+
+    def _other(self, name: str, piece: Piece) -> Tensor:
+        """A tensor that belongs to a weight, but is not cut like it: a counter, or 8-bit state."""
+        shape = self.shape(name)
+        if shape == () or self.ranks == 1 or len(self._places[name]) == 1:
+            return self.whole(name)
+        raise CheckpointError(
+            f"{self.folder}: {name} has the shape {shape}, the weight {piece.shape}; it can only be read by the same "
+            "number of ranks"
+        )
+
+
+def _weight(key: str) -> str:
+    """Name of the weight that a tensor belongs to."""
+    kind, _, rest = key.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
+
+
+def _open(path: Path):  # noqa: ANN202
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
