@@ -57,7 +57,7 @@ def whole_adapters(model: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
 
 
 def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, int]:
-    """Name of each parameter that holds one entry an expert of this rank, adapters among them -> experts of the layer."""
+    """Name of each parameter with one entry for each expert of this rank -> experts of the layer; adapters too."""
     if ranks.layout.ep == 1:
         return {}
     paths = {module: path for path, module in model.named_modules()}

@@ -92,6 +92,14 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]
 
+    def collect(self, value: T) -> list[T]:
+        """The value of each rank, by rank, on every rank."""
+        if self.alone:
+            return [value]
+        every: list[T | None] = [None] * self.size
+        dist.all_gather_object(every, value)
+        return every  # type: ignore[return-value]
+
     def mark(self, step: int) -> None:
         """Leaves word of the step this rank is in, for those who find it missing."""
         if not self.alone:
@@ -154,6 +162,5 @@ def _set_diagnostics() -> None:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     }.items():
         os.environ.setdefault(name, value)

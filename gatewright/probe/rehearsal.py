@@ -16,6 +16,8 @@ from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config
 from gatewright.model.recompute import recompute
+from gatewright.parallel.apply import spread_gradients
+from gatewright.parallel.ranks import alone
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
 from gatewright.probe.rehearsal_observe import first_line, observe
@@ -127,10 +129,11 @@ def chosen_experts(model: PreTrainedModel, subset: ExpertSubset | None) -> dict[
 def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:
     """Two optimizer steps; the first brings the optimizer's state into being."""
     parameters = trainable(model)
+    gradients = spread_gradients(model, parameters, alone(torch.device("cpu")))
     optimizer = build_optimizer(parameters, run.train)
     for _ in range(2):
         live.begin_step()
         train_step(
-            model, head_of(model), optimizer, parameters, batches,
+            model, head_of(model), optimizer, gradients, batches,
             lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
         )  # fmt: skip

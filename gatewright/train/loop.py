@@ -15,12 +15,17 @@ from safetensors.torch import save_file
 
 from gatewright.data.batch import Batch
 from gatewright.model.adapters import save_adapter
+from gatewright.parallel.collect import whole_adapters, whole_state
+from gatewright.parallel.failure import fail_together
+from gatewright.parallel.layout import layout_of
+from gatewright.parallel.place import find_place
+from gatewright.parallel.ranks import Ranks, join_ranks
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
-from gatewright.spec.event import Evaluated, Event, GuardActed, Saved, Start, StepDone, Stop
+from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
-from gatewright.train.device import device_name, peak_memory_bytes, versions
+from gatewright.train.device import device_name, peak_memory_bytes, pick_device, versions
 from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
@@ -40,10 +45,23 @@ def train(run: Run, *, console: Console) -> int:
     0: finished, now or earlier. 130: asked to stop; saved first. Errors of the run are raised, after their event.
     """
     findings = refuse_unsupported(run)
-    with open_run_folder(run) as folder, EventLog(folder / "events.jsonl") as events:
-        say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
-        newest = checkpoint.newest_sound(folder / "checkpoints", warn=say)
-        if newest and _is_finished(run, newest):
+    place = find_place()
+    layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
+    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
+        return _train(run, findings, ranks, console=console)
+
+
+def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console) -> int:
+    """The run on this rank. Only the first rank prints, and writes what is not in pieces; all do everything else."""
+    with open_run_folder(run, first=ranks.first) as folder, _events(folder, ranks) as events:
+
+        def say(text: str) -> None:
+            if ranks.first:
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        # The others wait here until the first has the folder, and has found where to go on.
+        newest = ranks.tell(checkpoint.newest_sound(folder / "checkpoints", warn=say) if ranks.first else None)
+        if newest and ranks.tell(_is_finished(run, newest)):
             say(f"{run.run} is finished: {newest.step} steps, results in {output_folder(run)}. Nothing to do.")
             return FINISHED
 
@@ -58,19 +76,19 @@ def train(run: Run, *, console: Console) -> int:
         step_reached = newest.step if newest else 0
         try:
             with listen(announce, say=say) as stop:
-                trainer = set_up(run, log=log)
+                trainer = set_up(run, log=log, ranks=ranks)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
-                trackers = open_trackers(run, folder)
+                trackers = open_trackers(run, folder) if ranks.first else []
                 try:
                     progress = _steps(run, folder, trainer, progress, stop, log=log, say=say, trackers=trackers)
                 finally:
                     for tracker in trackers:
                         tracker.close()
                 step_reached = progress.step
-        except (GatewrightError, KeyboardInterrupt) as error:
+        except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             events.write(Stop(step=step_reached, reason=reason, detail=str(error)))
             raise
@@ -82,6 +100,10 @@ def train(run: Run, *, console: Console) -> int:
         events.write(Stop(step=progress.step, reason="finished", detail=""))
         say(f"finished: {progress.step} steps, {progress.tokens:,} tokens; results in {output_folder(run)}")
         return FINISHED
+
+
+def _events(folder: Path, ranks: Ranks) -> EventLog:
+    return EventLog(folder / "events.jsonl" if ranks.first else Path(os.devnull))
 
 
 def _steps(
@@ -106,21 +128,24 @@ def _steps(
         if "rollback" in run.router.guard.action:
             _save(run, folder, trainer, progress, log=log)
 
-    while progress.step < trainer.steps and not stop:
+    ranks, stopping = trainer.ranks, trainer.ranks.any(bool(stop))
+    while progress.step < trainer.steps and not stopping:
         index, began = progress.step, time.perf_counter()
+        ranks.mark(index + 1)
         batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
         router_scale = trainer.router.lr_scale if trainer.router else 0.0
         try:
             result = train_step(
-                trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
+                trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches,
                 lr=lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
                 router=trainer.router.loss if trainer.router else None, router_scale=router_scale,
             )  # fmt: skip
         except Diverged as error:
-            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1)) from None
+            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1, ranks=ranks)) from None
         step_s = time.perf_counter() - began
+        stopping = ranks.any(bool(stop))
 
         recent_step_s.append(step_s)
         done = StepDone(
@@ -175,7 +200,7 @@ def _steps(
             if progress.best_loss is None or evaluated.loss < progress.best_loss:
                 progress = replace(progress, best_loss=evaluated.loss, best_step=done.step)
         best = evaluated is not None and progress.best_step == done.step
-        if last or best or stop or done.step % run.train.save_every_steps == 0:
+        if last or best or stopping or done.step % run.train.save_every_steps == 0:
             if last:
                 _write_output(run, trainer)
             _save(run, folder, trainer, progress, log=log)
@@ -185,14 +210,16 @@ def _steps(
 def _save(run: Run, folder: Path, trainer: Trainer, progress: Progress, *, log: Callable[[Event], None]) -> None:
     began, root = time.perf_counter(), folder / "checkpoints"
     saved = checkpoint.save(
-        root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress)
-    )
+        root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress),
+        ranks=trainer.ranks,
+    )  # fmt: skip
     best = root / f"step-{progress.best_step:08d}" if progress.best_step is not None else None
     spare = [best] if best else []
     if trainer.router and "rollback" in run.router.guard.action:
         healthy = checkpoint.newest_up_to(root, trainer.router.guard.healthy_step)
         spare += [healthy.path] if healthy else []
-    checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
+    if trainer.ranks.first:
+        checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
     seconds = time.perf_counter() - began
     log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=best == saved.path))
 
@@ -217,6 +244,7 @@ def _act(
         log(acted)
         return progress, False
 
+    trainer.ranks.wait()
     found = checkpoint.newest_up_to(folder / "checkpoints", trainer.router.guard.healthy_step)
     assert found, "a run whose guard may roll back begins with a checkpoint"
     remembered = trainer.router.guard
@@ -251,6 +279,7 @@ def _evaluate(
         max_new_tokens=run.evaluate.max_new_tokens,
         loss_chunk_tokens=run.train.loss_chunk_tokens,
         device=trainer.device,
+        ranks=trainer.ranks,
     )
     log(done)
     say(evaluation_line(done, before=before))
@@ -264,13 +293,21 @@ def output_folder(run: Run) -> Path:
 
 
 def _write_output(run: Run, trainer: Trainer) -> None:
+    """The finished adapter or model, as one process would write it; all ranks must call this."""
     final = output_folder(run)
     partial = final.with_name(f".partial-{final.name}")
-    shutil.rmtree(partial, ignore_errors=True)
     if run.method.adapter:
-        save_adapter(trainer.model, run.method.adapter, partial, base=run.model.path)
+        with whole_adapters(trainer.model, trainer.ranks):
+            if not trainer.ranks.first:
+                return
+            shutil.rmtree(partial, ignore_errors=True)
+            save_adapter(trainer.model, run.method.adapter, partial, base=run.model.path)
     else:
-        trainer.model.save_pretrained(partial)
+        state = None if trainer.ranks.alone else whole_state(trainer.model, trainer.ranks)
+        if not trainer.ranks.first:
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        trainer.model.save_pretrained(partial, state_dict=state)
     trainer.tokenizer.save_pretrained(partial)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(partial, final)
@@ -309,9 +346,10 @@ def _track(trackers: list[Tracker], values: dict[str, float], step: int) -> None
         tracker.log(values, step=step)
 
 
-def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, step: int) -> str:
-    """Saves the step's micro-batches for study and says what is known."""
-    file = folder / f"diverged-step-{step:08d}.safetensors"
+def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, step: int, ranks: Ranks) -> str:
+    """Saves the step's micro-batches (each rank its own) for study and says what is known."""
+    name = f"diverged-step-{step:08d}" + ("" if ranks.alone else f"-rank-{ranks.rank}")
+    file = folder / f"{name}.safetensors"
     tensors = {}
     for number, batch in enumerate(batches):
         tensors[f"{number}/tokens"] = batch.tokens_T.cpu()

@@ -8,9 +8,10 @@ A run of elements is stored flat, and the file's header says of which tensor: {"
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,12 +36,15 @@ def file_name(rank: int, ranks: int) -> str:
 def write_pieces(
     folder: Path, tensors: Mapping[str, Tensor], *, pieces: Mapping[str, Piece], rank: int, ranks: int
 ) -> None:
-    """Writes this rank's file. `pieces`: weight name -> what this rank holds of it; `tensors` are called
-    weights/NAME, optimizer/NAME/KEY, or anything else for what is whole."""
+    """Writes this rank's file.
+
+    `tensors` are called weights/NAME, optimizer/NAME/KEY, or anything else for what is whole; `pieces`: what this rank
+    holds of the weight NAME.
+    """
     header = {}
     for key, tensor in tensors.items():
         piece = pieces.get(_weight(key))
-        if piece is not None and not piece.whole and tensor.numel() == piece.elements and tensor.dim():
+        if piece is not None and tensor.dim() and tensor.numel() == piece.elements and tensor.shape != piece.shape:
             header[key] = {"shape": piece.shape, "begin": piece.begin}
     flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
     save_file(flat, folder / file_name(rank, ranks), {"format": "pt", "pieces": json.dumps(header)})
@@ -55,7 +59,8 @@ class SavedState:
         self.files = {int(match[1] or 0): path for path, match in found.items() if match}
         sizes = {int(match[2] or 1) for match in found.values() if match}
         if len(sizes) != 1 or set(self.files) != set(range(*sizes)):
-            raise CheckpointError(f"{folder}: its state files are not those of one run: {', '.join(p.name for p in found)}")
+            names = ", ".join(path.name for path in found) or "none"
+            raise CheckpointError(f"{folder}: its state files are not those of one run, or not all of them: {names}")
         [self.ranks] = sizes
         self.folder = folder
         # Tensor name -> (rank whose file has it, shape of the whole tensor, first element)
@@ -75,11 +80,6 @@ class SavedState:
         """Of the whole tensor."""
         return self._places[name][0][1]
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor, put together from its pieces."""
-        shape = self.shape(name)
-        return self.read(name, Piece(shape=shape, begin=0, end=prod(shape))).view(shape)
-
     def common(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors by name."""
         return {name: self.whole(name) for name in self._places if name.startswith(prefix)}
@@ -91,47 +91,46 @@ class SavedState:
         with _open(self.files[rank]) as file:
             return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor, put together from its pieces."""
+        shape = self.shape(name)
+        return self.read(name, Piece(shape=shape, begin=0, end=prod(shape))).view(shape)
+
     def read(self, name: str, piece: Piece) -> Tensor:
-        """The elements of a tensor that a piece covers; whole and in shape if it covers all, or if it is one number.
+        """The elements of a tensor that a piece covers, flat; a tensor that is one number, as it is.
 
         Raises CheckpointError where the tensor has another shape, or some of its elements are in no file.
         """
         places = self._places.get(name)
         if places is None:
             raise CheckpointError(f"{self.folder}: {name} is not in its state files")
-        if len(places[0][1]) == 0 or places[0][1] != piece.shape:
-            return self._other(name, piece)
-        result: Tensor | None = None
-        covered = 0
-        for rank, _, begin in places:
-            with _open(self.files[rank]) as file:
-                part = file.get_slice(name)
-                elements = prod(part.get_shape())
-                first, last = max(piece.begin, begin), min(piece.end, begin + elements)
-                whole = elements == prod(piece.shape)
-                if first >= last and piece.elements:
-                    continue
-                flat = file.get_tensor(name).reshape(-1) if whole else part[first - begin : last - begin]
-                flat = flat[first - begin : last - begin] if whole else flat
-            if result is None:
-                result = torch.empty(piece.elements, dtype=flat.dtype)
-            result[first - piece.begin : last - piece.begin] = flat
-            covered += last - first
-        if result is None or covered < piece.elements:
+        rank, shape, _ = places[0]
+        if shape == ():
+            return self.of_rank(rank, name)[name]
+        if shape != piece.shape:
+            raise CheckpointError(f"{self.folder}: {name} has the shape {shape}, this run's weight {piece.shape}")
+        parts = [self._overlap(name, rank, begin, piece) for rank, _, begin in places]
+        result = torch.empty(piece.elements, dtype=parts[0][1].dtype)
+        for offset, part in parts:
+            result[offset : offset + len(part)] = part
+        # Ranks write disjoint pieces, so that what is covered can be counted.
+        if (covered := sum(len(part) for _, part in parts)) != piece.elements:
             raise CheckpointError(
-                f"{self.folder}: {name} is incomplete, {covered:,} of {piece.elements:,} elements are in its files"
+                f"{self.folder}: {covered:,} of {piece.elements:,} elements of {name} are in its state files"
             )
-        return result.view(piece.shape) if piece.whole else result
+        return result
 
-    def _other(self, name: str, piece: Piece) -> Tensor:
-        """A tensor that belongs to a weight, but is not cut like it: a counter, or 8-bit state."""
-        shape = self.shape(name)
-        if shape == () or self.ranks == 1 or len(self._places[name]) == 1:
-            return self.whole(name)
-        raise CheckpointError(
-            f"{self.folder}: {name} has the shape {shape}, the weight {piece.shape}; it can only be read by the same "
-            "number of ranks"
-        )
+    def _overlap(self, name: str, rank: int, begin: int, piece: Piece) -> tuple[int, Tensor]:
+        """(place within the piece, elements) of what one file has of it; only the rows it needs are read."""
+        with _open(self.files[rank]) as file:
+            stored = file.get_slice(name)
+            row = prod(stored.get_shape()[1:]) or 1
+            end = begin + prod(stored.get_shape())
+            first = min(max(piece.begin, begin), end)
+            last = max(min(piece.end, end), first)
+            top, bottom = (first - begin) // row, -(-(last - begin) // row)
+            flat = stored[top:bottom].reshape(-1)
+        return max(first - piece.begin, 0), flat[first - begin - top * row : last - begin - top * row]
 
 
 def _weight(key: str) -> str:
@@ -140,7 +139,7 @@ def _weight(key: str) -> str:
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def _open(path: Path):  # noqa: ANN202
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -141,8 +141,8 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
     if per_step < ranks.size:
         text = (
-            f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; raise "
-            f"train.tokens_per_step to {ranks.size * capacity:,}, or lower train.micro_batch_tokens"
+            f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; "
+            f"raise train.tokens_per_step to {ranks.size * capacity:,}, or lower train.micro_batch_tokens"
         )
         log(Finding(severity="warning", text=text))
     steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)

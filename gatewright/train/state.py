@@ -94,8 +94,8 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
     optimizer = {}
     for share in gradients.shares.values():
         for key in saved.keys(f"{OPTIMIZER}{share.name}/"):
-            name = f"{OPTIMIZER}{share.name}/{key}"
-            optimizer[f"{share.name}/{key}"] = saved.read(name, share.piece)
+            tensor = saved.read(f"{OPTIMIZER}{share.name}/{key}", share.piece)
+            optimizer[f"{share.name}/{key}"] = tensor if tensor.dim() == 0 else tensor.view_as(share.owned)
     restore_optimizer(trainer.optimizer, gradients.owned, optimizer)
     if trainer.router and progress.guard is not None:
         trainer.router.restore(saved.common("router/"), progress.guard)
