@@ -69,7 +69,7 @@ def take_steps(place: Place, run: Run, *, steps: int = 3, threads: int = 1) -> T
 
 def alone(run: Run, *, steps: int = 3) -> Taken:
     """The same in one process."""
-    return take_steps(ALONE, run, steps=steps)
+    return take_steps(ALONE, run.model_copy(update={"parallel": "auto"}), steps=steps)
 
 
 def put_together(parts: list[dict[str, tuple[Piece, Tensor]]]) -> dict[str, Tensor]:
