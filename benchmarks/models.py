@@ -9,7 +9,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gatewright.model.adapters import add_adapters, save_adapter
+from gatewright.model.adapter_files import save_adapter
+from gatewright.model.adapters import add_adapters
 from gatewright.model.attention import choose_kernel
 from gatewright.model.load import load_model
 from gatewright.spec import run

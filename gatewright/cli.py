@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_check, cli_plan
+from gatewright import __version__, cli_campaign, cli_check, cli_plan
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Look at training data.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(cli_campaign.cluster, name="cluster")
 
 
 def main() -> None:
@@ -70,6 +71,11 @@ def _say_error(text: str) -> None:
     from rich.text import Text
 
     Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+
+
+def _table_width() -> int | None:
+    """Of a table that is piped: rich would take 80 columns and cut numbers off."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100
 
 
 def _print_version(wanted: bool) -> None:
@@ -138,6 +144,11 @@ def report(
 app.command()(cli_plan.plan)
 app.command()(cli_check.check)
 app.command()(cli_check.doctor)
+app.command()(cli_campaign.submit)
+app.command()(cli_campaign.status)
+app.command("list")(cli_campaign.list_campaigns)
+app.command()(cli_campaign.logs)
+app.command()(cli_campaign.cancel)
 
 
 @app.command()
@@ -147,7 +158,7 @@ def models() -> None:
 
     from gatewright.planner.catalogue_tables import models_table
 
-    Console().print(models_table())
+    Console(width=_table_width()).print(models_table())
 
 
 @app.command()
@@ -157,7 +168,7 @@ def gpus() -> None:
 
     from gatewright.planner.catalogue_tables import gpus_table
 
-    Console().print(gpus_table())
+    Console(width=_table_width()).print(gpus_table())
 
 
 def _run_folder(run: str) -> Path:

@@ -67,7 +67,8 @@ def plan(
     ] = None,
     modules: Annotated[str | None, _option(MODEL, "Only these of the targets: q_proj,v_proj.", "NAME,...")] = None,
     storage: Annotated[
-        str | None, _option(MODEL, "Frozen weights in bf16, fp8, fp8-mxfp4, mxfp4, nf4, nf4-linears.", "FORMAT")
+        str | None,
+        _option(MODEL, "bf16, fp8, fp8-mxfp4, mxfp4, nvfp4, int8, int4, nf4, nf4-linears.", "FORMAT"),
     ] = None,
     tokens: Annotated[int | None, _option(MODEL, "Tokens of a micro-batch. Default: 4096.")] = None,
     document_tokens: Annotated[int | None, _option(MODEL, "Tokens of each document packed into it.")] = None,

@@ -19,7 +19,7 @@ from gatewright.spec.errors import ModelError, UserError
 
 BLOCK = 64
 ABSMAX_BLOCK = 256
-PIECE = 2**22
+PIECE = 2**20
 """Weights quantised by one call, a multiple of BLOCK: bounds the temporaries of bitsandbytes' plain version."""
 
 
@@ -68,10 +68,9 @@ def quantize_nf4(
             packed, state = bnb.quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4")
             codes[index, start // 2 :][: packed.numel()] = packed.view(-1)
             absmax[index, start // BLOCK :][: state.absmax.numel()] = state.absmax
+    absmax = absmax.view(-1)
     offset = absmax.mean()
-    absmax8, state = bnb.quantize_blockwise(
-        (absmax - offset).view(-1), code=_absmax_code(device), blocksize=ABSMAX_BLOCK
-    )
+    absmax8, state = bnb.quantize_blockwise(absmax - offset, code=_absmax_code(device), blocksize=ABSMAX_BLOCK)
     parts = {"codes": codes.view(-1), "absmax": absmax8, "scale": state.absmax, "offset": offset}
     return NF4Weight(parts, shape=shape, dtype=dtype)
 

@@ -108,13 +108,18 @@ def _lazies(
     made: dict[str, Tensor] = {}
 
     def plain(target: str) -> Tensor:
+        if weight.stacks_experts:
+            dense = torch.empty(weight.shape, dtype=dtype)
+            for index, matrix in enumerate(weight.matrices(target, dtype)):
+                dense[index] = matrix
+            return dense
         if not made:
             made.update(weight.whole(dtype))
         return made.pop(target)
 
     def four_bit(target: str) -> Tensor:
-        shape = weight.model.get_parameter(target).shape
-        return quantize_nf4(weight.matrices(target), shape=shape, dtype=dtype, device=device, name=target)
+        shape, matrices = weight.model.get_parameter(target).shape, weight.matrices(target, torch.float32)
+        return quantize_nf4(matrices, shape=shape, dtype=dtype, device=device, name=target)
 
     def promise(target: str) -> Lazy:
         if target not in names or (quantize == "fp8" and not weight.is_fp8):
@@ -143,9 +148,8 @@ def _tell(
         if stored > kept:
             what = f"made {plain} at load" if quantize != "nf4" else "made NF4 at load"
             text = f"{(stored - kept) / 1e9:.3g} GB of the base are FP8 ({form.method}) in its files and were {what}"
-            note(
-                f"{text}; it takes {total / 1e9:.3g} GB" + ("; quantize: fp8 keeps them" if quantize == "none" else "")
-            )
+            keep = "; method.quantize: fp8 keeps them so" if quantize == "none" else ""
+            note(f"{text}; the base takes {total / 1e9:.3g} GB{keep}")
     if small:
         roles = parameter_roles(model)
         left = Counter(roles[name] for name, p in model.named_parameters() if not isinstance(p, QuantizedWeight))

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Mapping
 
-from torch import nn
+from transformers import PreTrainedModel
 
+from gatewright.model.expert_lora import LORA
 from gatewright.model.experts import find_experts
 
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared_experts", "norm", "head", "other")
@@ -13,19 +14,37 @@ _ATTENTION = re.compile(r"(^|[._])(attn|attention|mixer|mamba|conv|short_conv)([
 _MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|shared_mlp)(\.|$)|\.mixer\.(up|gate|down)_proj\.")
 _NEITHER = re.compile(r"(^|\.)indexer\.|_hc\.")
 """An indexer only chooses keys, and no gradient goes through a choice; hyper-connections mix residual streams."""
+_PEFT_FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.default(?:\.weight)?")
+_EXPERT_FACTOR = re.compile(rf"(.+)\.{LORA}\.[AB]\.(\w+)")
+_PARAMETRIZED = re.compile(r"(.+)\.parametrizations\.(\w+)\.(original|\d+\.[AB])")
 
 
-def parameter_roles(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter -> one of ROLES. To be called before adapters are added."""
-    experts_names = {id(module) for module in find_experts(model).values()}
-    paths = [name for name, module in model.named_modules() if id(module) in experts_names]
-    blocks = {path.rpartition(".")[0]: path for path in paths}
+def parameter_roles(model: PreTrainedModel) -> dict[str, str]:
+    """Name of each parameter -> one of ROLES; an adapter's parameters have the role of the weight they adapt."""
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {names[id(module)].rpartition(".")[0]: names[id(module)] for module in find_experts(model).values()}
+    fixed = {names[id(model.get_input_embeddings())]: "embedding"}
     head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    fixed = {id(embedding.weight): "embedding"}
-    if head is not None and head.weight is not embedding.weight:
-        fixed |= {id(p): "head" for p in head.parameters()}
-    return {name: fixed.get(id(p)) or _role(name, blocks) for name, p in model.named_parameters()}
+    if head is not None:
+        fixed[names[id(head)]] = "head"
+    return {name: _role(bare_name(name)[0], fixed, blocks) for name, _ in model.named_parameters()}
+
+
+def bare_name(name: str) -> tuple[str, bool]:
+    """The name that the weight behind a parameter has in the bare model, and whether the parameter is its adapter's."""
+    if match := _PEFT_FACTOR.fullmatch(name):
+        return f"{match[1]}.weight", True
+    if match := _EXPERT_FACTOR.fullmatch(name):
+        return f"{match[1]}.{match[2]}", True
+    if match := _PARAMETRIZED.fullmatch(name):
+        return f"{match[1]}.{match[2]}", match[3] != "original"
+    return name.replace(".base_layer.", "."), False
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the layer that a parameter or module lies in; None outside the layers."""
+    match = re.search(r"\.(\d+)(\.|$)", name)
+    return int(match[1]) if match else None
 
 
 def is_attention(name: str) -> bool:
@@ -33,7 +52,16 @@ def is_attention(name: str) -> bool:
     return bool(_ATTENTION.search(name))
 
 
-def _role(name: str, moe_blocks: Mapping[str, str]) -> str:
+def head_is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head's weight is the embedding's."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _role(name: str, fixed: Mapping[str, str], moe_blocks: Mapping[str, str]) -> str:
+    module = name.rpartition(".")[0]
+    if module in fixed:
+        return fixed[module]
     for block, experts in moe_blocks.items():
         if name.startswith(f"{experts}."):
             return "experts"

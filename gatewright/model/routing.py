@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from gatewright.spec.errors import ModelError
 
@@ -87,7 +88,8 @@ def find_routers(model: nn.Module, experts: dict[int, nn.Module]) -> list[Router
         tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
         bias = next((t for name, t in tensors.items() if name.rpartition(".")[2] == CORRECTION_BIAS), None)
         for name, child in block.named_children():
-            weight = child._parameters.get("weight")
+            # The weight of a router that an adapter or a float32 copy stands in front of is no plain parameter.
+            weight = child.weight if is_parametrized(child, "weight") else child._parameters.get("weight")
             if weight is not None and weight.dim() == 2 and weight.shape[0] == experts[layer].num_experts:
                 bias_E = None if bias is None else bias.detach().view(-1)
                 routers.append(Router(layer, f"{block_name}.{name}", child, bias_E))

@@ -117,17 +117,20 @@ class Weight:
         """The weights in plain floats, by name; `dtype` is for what is FP8 in the file."""
         return self.convert({pattern: [s.read(dtype) for s in sources] for pattern, sources in self.sources.items()})
 
-    def matrices(self, target: str) -> Iterator[Tensor]:
-        """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for."""
+    def matrices(self, target: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for.
+
+        In the type of the file, or in `dtype` from FP8. Raises ModelError for another shape than config.json says.
+        """
         shape = self.model.get_parameter(target).shape
         if len(shape) == 3 and self.converter is None:
             [source] = self.all_sources
             self._agree(source.shards.shape(source.name), shape)
-            made: Iterable[Tensor] = (source.read(torch.float32, row) for row in range(shape[0]))
+            made: Iterable[Tensor] = (source.read(dtype, row) for row in range(shape[0]))
         elif len(shape) == 3 and self.stacks_experts:
-            made = (self._expert(index) for index in range(self._count(shape[0])))
+            made = (self._expert(index, dtype) for index in range(self._count(shape[0])))
         else:
-            whole = self.whole(torch.float32)[target]
+            whole = self.whole(dtype)[target]
             self._agree(whole.shape, shape)
             made = whole.view(-1, *shape[-2:])
         for matrix in made:
@@ -153,19 +156,26 @@ class Weight:
                 f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
                 "method.quantize: nf4, or none"
             )
-        self._count(self.shape[0])
-        weights = {pattern: [s.fp8().refined() for s in sources] for pattern, sources in self.sources.items()}
-        blocks = {weight.block for many in weights.values() for weight in many}
+        parts: dict[str, Tensor] = {}
+        for index in range(self._count(self.shape[0])):
+            expert = self._fp8_expert(index)
+            self._agree(expert.shape, self.shape[1:])
+            for name, part in expert.parts.items():
+                parts.setdefault(name, part.new_empty(self.shape[0], *part.shape))[index] = part
+        return Fp8Weight(parts, shape=self.shape, dtype=torch.bfloat16, block=expert.block)
+
+    def _fp8_expert(self, index: int) -> Fp8Weight:
+        """One expert of a stack; its scales are put together as its codes are."""
+        parts = {pattern: sources[index].fp8().refined() for pattern, sources in self.sources.items()}
+        blocks = {part.block for part in parts.values()}
         if len(blocks) > 1:
             raise ModelError(f"{self.target}: its parts have FP8 blocks of different shapes; set method.quantize: nf4")
-        kind = next(iter(weights.values()))[0].parts["codes"].dtype
-        # Bytes, since not every operation that a table may name is there for 8-bit floats.
-        codes = {pattern: [w.parts["codes"].view(torch.uint8) for w in many] for pattern, many in weights.items()}
-        scales = {pattern: [w.parts["scale"] for w in many] for pattern, many in weights.items()}
-        del weights
-        parts = {"codes": self.convert(codes)[self.target].view(kind), "scale": self.convert(scales)[self.target]}
-        self._agree(parts["codes"].shape, self.shape)
-        return Fp8Weight(parts, shape=self.shape, dtype=torch.bfloat16, block=blocks.pop())
+        # As bytes: not every operation that transformers' tables may name is there for 8-bit floats.
+        codes = self.convert({pattern: [part.parts["codes"].view(torch.uint8)] for pattern, part in parts.items()})
+        scale = self.convert({pattern: [part.parts["scale"]] for pattern, part in parts.items()})
+        kind = next(iter(parts.values())).parts["codes"].dtype
+        made = {"codes": codes[self.target][0].view(kind), "scale": scale[self.target][0]}
+        return Fp8Weight(made, shape=made["codes"].shape, dtype=torch.bfloat16, block=blocks.pop())
 
     def convert(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """transformers' conversion of these tensors; by name of what it gives."""
@@ -179,8 +189,8 @@ class Weight:
         made = converter.convert(self.target, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def _expert(self, index: int) -> Tensor:
-        one = {pattern: [sources[index].read(torch.float32)] for pattern, sources in self.sources.items()}
+    def _expert(self, index: int, dtype: torch.dtype) -> Tensor:
+        one = {pattern: [sources[index].read(dtype)] for pattern, sources in self.sources.items()}
         return self.convert(one)[self.target][0]
 
     def _agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:

@@ -55,7 +55,8 @@ def divide(model: PreTrainedModel, ranks: Ranks) -> None:
                 fully_shard(module, mesh=_mesh(ranks, "edp"), mp_policy=policy)
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=_mesh(ranks, SHARD), mp_policy=policy)
-        fully_shard(model.base_model, mesh=_mesh(ranks, SHARD), mp_policy=policy)
+        # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
+        fully_shard(model.base_model, mesh=_mesh(ranks, SHARD), mp_policy=policy, reshard_after_forward=True)
         if not model.config.get_text_config().tie_word_embeddings:
             head = model.get_output_embeddings()
             _cut_rows(head, head.out_features, _mesh(ranks, SHARD))

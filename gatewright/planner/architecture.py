@@ -8,6 +8,7 @@ from typing import Any
 
 from gatewright.planner.architecture_config import Config, read_json
 from gatewright.planner.architecture_families import ALIASES, FAMILIES
+from gatewright.planner.quantization_config import storage_format
 from gatewright.spec.errors import ModelError
 from gatewright.spec.shape import ModelShape
 
@@ -30,6 +31,7 @@ def read_shape(source: str | Path | Mapping[str, Any], *, name: str | None = Non
     text, family = text_model(values, where=where)
     config = Config(text, family=family, where=where)
     quantization = text.get("quantization_config") or values.get("quantization_config")
+    quantization = quantization if isinstance(quantization, Mapping) else None
     shape = ModelShape(
         name=name or model_name(source, family=family),
         family=family,
@@ -39,7 +41,8 @@ def read_shape(source: str | Path | Mapping[str, Any], *, name: str | None = Non
         layers=(),
         groups=(),
         dtype=stored_dtype(text, values),
-        quantization=str(quantization.get("quant_method")) if isinstance(quantization, dict) else None,
+        quantization=None if quantization is None else str(quantization.get("quant_method"))[:40],
+        storage=None if quantization is None else storage_format(quantization),
         max_tokens=config.optional_size("max_position_embeddings"),
         left_out=tuple(part for part in OTHER_PARTS if values.get(part)),
     )

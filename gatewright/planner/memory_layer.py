@@ -322,7 +322,7 @@ def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
 
     Their one backward makes act(gate), the weighted product before the down-projection and the sorted copies of x
     again, and holds the local tensors to its end. Fullest in one of two places: at the activation's gradient, or at
-    the up-projection's, where x, its gradient and the adapter's part of that are as wide as the residual.
+    the up-projection's, where x, its gradient, the output's and the adapter's part are as wide as the residual.
     """
     b, layout = policy.activation_bytes, job.layout
     visits = mlp.top_k * job.imbalance / sequence_split(job)
@@ -332,7 +332,7 @@ def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     entry = h * visits if layout.ep > 1 else h / sequence_split(job)
     made = 3 * i  # the product of the activation, the same weighted, and the gradient of that
     activation = made + i + (2 * gates * i if gates > 1 else i)
-    up = made + gates * i + (3 if adapts else 2) * h
+    up = made + gates * i + (4 if adapts else 3) * h
     down = made + (gates - 1) * i + (i if adapts else 0) + h
     sent = h if layout.ep > 1 else 0
     keeps = b * entry + visits * (b * gates * i + 2 * INDEX + b)

@@ -79,7 +79,8 @@ def method_text(job: Job) -> str:
         parts = sorted(role for role in job.shape.parameters_by_role() if role != "mtp" and role in job.frozen)
         frozen = f", all but {', '.join(map(spaced, parts))}" if parts not in ([], ["router"]) else ""
         return f"full fine-tuning{frozen}"
-    base = job.storage if job.expert_storage is None else f"{job.storage}, experts {job.expert_storage}"
+    differ = job.expert_storage is not None and job.shape.is_moe
+    base = f"{job.storage}, experts {job.expert_storage}" if differ else job.storage
     base += " as stored" if job.stored else ""
     kind = "QLoRA" if job.method == "qlora" else "LoRA"
     return f"{kind} rank {job.adapter.rank} on {adapter_text(job.adapter)}; base in {base}"
@@ -122,6 +123,11 @@ def notes(question: Question, *, gpus: int) -> tuple[str, ...]:
     ]
     if question.weights is not None:
         lines.append(stored_text(question.weights, exact=bool(job.stored), loaded=job.storage))
+    if job.shape.quantization is not None and job.shape.storage is None and not job.stored and job.method == "lora":
+        lines.append(
+            f"the config says {job.shape.quantization}, whose bytes are not known here: planned as {job.storage}; "
+            "point at a folder with the safetensors files, or say --storage"
+        )
     if job.shape.mtp_parameters:
         lines.append(f"{job.shape.mtp_parameters / 1e9:.1f} B parameters of MTP layers are not loaded")
     if job.shape.is_moe:

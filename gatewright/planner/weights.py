@@ -178,6 +178,9 @@ FORMATS = {
         plain_names=DEEPSEEK_PLAIN,
     ),
     "mxfp4": Format(text="as gpt-oss is published: routed experts in mxfp4", dense="bf16", experts="mxfp4"),
+    "nvfp4": Format(text="matrices of blocks in fp4, an fp8 scale every 16", dense="nvfp4", experts="nvfp4"),
+    "int8": Format(text="matrices of blocks in 8-bit integers", dense="int8", experts="int8"),
+    "int4": Format(text="GPTQ and AWQ: 4 bits, a scale and a zero every 128", dense="int4", experts="int4"),
     "nf4": Format(text="NF4 on every matrix of the blocks, experts included", dense="nf4", experts="nf4"),
     "nf4-linears": Format(
         text="NF4 on linear modules only: a plain bitsandbytes load leaves fused experts in bf16",
@@ -191,7 +194,7 @@ def native_format(shape: ModelShape) -> str:
     """Key of FORMATS that a published checkpoint of this shape is stored in: by family and quantization_config."""
     if shape.family == "deepseek_v4":
         return "fp8-mxfp4"
-    return shape.quantization if shape.quantization in ("fp8", "mxfp4") else "bf16"
+    return shape.storage or "bf16"
 
 
 def checkpoint_bytes(shape: ModelShape, *, storage: Format, mtp: bool = True) -> dict[TensorRole, int]:

@@ -7,6 +7,7 @@ from gatewright.planner.catalogue import find_gpu
 from gatewright.planner.legal import advice, refusals
 from gatewright.planner.legal_rule import Backend, Setting
 from gatewright.planner.memory import estimate_memory
+from gatewright.planner.weights import FORMATS, native_format
 from gatewright.preflight.job import Job
 from gatewright.spec.hardware import Cluster, Gpu, Node
 from gatewright.spec.shape import TensorRole
@@ -165,8 +166,7 @@ def storage_of(job: Job) -> planner.Storage:
         return "nf4" if job.bits.value == 4 else "int8"
     if not job.lora:
         return "bf16"
-    native: dict[str, planner.Storage] = {"fp8": "fp8", "mxfp4": "mxfp4"}
-    return native.get((job.shape.quantization if job.shape else None) or "", "bf16")
+    return FORMATS[native_format(job.shape)].dense if job.shape else "bf16"
 
 
 def adapter_of(job: Job) -> planner.Adapter:

@@ -2,72 +2,15 @@
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from gatewright.spec.run import Cluster, PositiveInt, Section
-
-Outcome = Literal["done", "saved", "hopeless", "failed", "fault", "killed", "left"]
-"""How a start of a job ended. saved: stopped in time, the next link goes on. hopeless: the gate said no. fault: a node
-or GPU failed. killed: it never wrote an end. left: there was nothing to do."""
+Outcome = Literal["done", "saved", "hopeless", "failed", "crashed", "fault", "killed", "left"]
+"""How a start of a job ended. saved: stopped in time, the next link goes on. hopeless: the gate said no. failed: a
+retry cannot cure it. crashed: for a reason without a name; it is tried again. fault: a node or GPU failed. killed: from
+outside, before it could save. left: there was nothing to do."""
 
 DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED = 0, 1, 3, 4, 85
 """Exit codes of a link, and what a stage's command may say: 0 done, 3 cannot finish in its time, 85 saved, go on."""
-
-
-# --- what a person writes -----------------------------------------------------------------------------------------
-
-
-class StageFile(Section):
-    """A stage of a campaign file: a run, or a command."""
-
-    run: str | None = None
-    """Run file that this stage trains."""
-    command: str | None = None
-    """Shell command of this stage. Exit code 0: done; 85: saved, start it again; 3: it cannot finish; else: failed."""
-    needs: list[str] = []
-    """Stages that must be done before."""
-    folder: str | None = None
-    """Folder of a command that keeps checkpoints/step-N/manifest.json, so that its progress can be seen."""
-    inputs: list[str] = []
-    """Files and folders that the stage reads; it runs again when one of them changes."""
-    outputs: list[str] = []
-    """Files and folders that must be there when it is done."""
-    gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of a command, on one node; 0: it goes to cluster.cpu_partition."""
-    cpus: PositiveInt = 4
-    """CPUs of a command."""
-    memory_gib: PositiveInt | None = None
-    """Memory of a command. Default: from `model`, otherwise the partition's."""
-    model: str | None = None
-    """Model folder, or name in the catalogue, that the command holds in memory: 2.2 × its bytes and 16 GiB are asked
-    for, room for the model, its merged copy and the files being written."""
-    time_limit: Annotated[str, Field(pattern=r"^\d+(s|m|h|d)$", examples=["90m", "24h"])] | None = None
-    """Time limit of one job; default: the cluster's."""
-    links: PositiveInt | None = None
-    """Jobs in the chain at most; default: 1 for a command, the run's cluster.links for a run."""
-
-    @model_validator(mode="after")
-    def _run_or_command(self) -> "StageFile":
-        if (self.run is None) == (self.command is None):
-            raise ValueError("give either run or command")
-        return self
-
-
-class CampaignFile(Section):
-    """A campaign file."""
-
-    campaign: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", examples=["judge"])]
-    """Name of the campaign, and of its folder."""
-    cluster: Cluster = Cluster()
-    """The queue, for stages that are commands; a run brings its own, and takes this one where it has none."""
-    stages: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")], StageFile], Field(min_length=1)
-    ]
-    """The stages by name."""
-    runs_dir: str = "runs"
-    """Folder of all runs."""
 
 
 # --- what is submitted --------------------------------------------------------------------------------------------
@@ -106,15 +49,21 @@ class Stage:
     links: int
     resources: Resources
     usd_per_gpu_hour: float | None
-    fingerprint: str
-    """sha256 over configuration and inputs, without those of the stages before it."""
+    config: str
+    """sha256 over all that a person wrote and that moves its result."""
     folder: str | None
-    """Where its checkpoints and events lie."""
+    """Where its checkpoints and events lie; absolute."""
     run_file: str | None
-    """The resolved run file, in the jobs folder."""
+    """Of a stage that our trainer works on: its resolved run file, absolute. Such a stage writes events, and hears
+    signals."""
+    inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     signal_lead_s: int = 120
     """Seconds before the time limit at which the queue sends its signal."""
+
+    @property
+    def trains(self) -> bool:
+        return self.run_file is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +139,7 @@ def campaign_from_json(value: dict[str, Any]) -> Campaign:
             **_known(Stage, stage)
             | {
                 "needs": tuple(stage["needs"]),
+                "inputs": tuple(stage["inputs"]),
                 "outputs": tuple(stage["outputs"]),
                 "resources": Resources(
                     **_known(Resources, stage["resources"]) | {"options": tuple(stage["resources"]["options"])}

@@ -67,9 +67,11 @@ class Adapter(Section):
     full: list[Literal["router", "embedding", "head", "norm"]] = []
     """Roles whose weights train in full beside the adapters, saved as PEFT's modules_to_save."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout on the input of each adapter. Experts take none: PEFT's format for them cannot say it."""
+    """Dropout on the input of each adapter while training; a router's takes none."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    start: str | None = None
+    """Folder of an adapter to go on from, ours or PEFT's, of the same base model, rank, alpha and targets."""
 
     @property
     def alpha_value(self) -> float:
@@ -352,3 +354,22 @@ class Run(Section):
     @property
     def folder(self) -> Path:
         return Path(self.runs_dir) / self.run
+
+    @property
+    def router_trains(self) -> bool:
+        """Whether the router's weights, or adapters of them, change."""
+        adapter = self.method.adapter
+        named = [*adapter.targets, *adapter.full] if adapter else self.method.roles or []
+        return self.router.train or "router" in named
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """method.adapter with `full` naming all that its files hold besides low-rank updates.
+
+        That is the router too where router.train trains it, or where its balancing bias moves.
+        """
+        adapter, router = self.method.adapter, self.router
+        moves = router.train or router.bias_rate > 0 or "bias" in router.guard.action
+        if adapter is None or not moves or "router" in [*adapter.targets, *adapter.full]:
+            return adapter
+        return adapter.model_copy(update={"full": [*adapter.full, "router"]})

@@ -175,6 +175,8 @@ class ModelShape:
     """Type the checkpoint is stored in, as its config says it."""
     quantization: str | None = None
     """`quant_method` of the config: fp8, mxfp4, …; None for a plain checkpoint."""
+    storage: str | None = None
+    """What that amounts to, a key of planner/weights.FORMATS; None where its bytes are not known, or it is plain."""
     max_tokens: int | None = None
     """`max_position_embeddings`."""
     residual_streams: int = 1

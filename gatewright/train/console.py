@@ -37,6 +37,8 @@ def data_line(data: DataLoaded) -> str:
 def model_lines(model: ModelLoaded) -> list[str]:
     """The model, its kernels, and what will train of it, role by role."""
     adapters = sum(int(row["trainable_parameters"]) for row in model.coverage if row["rank"])
+    keys = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+    held = [_mib(sum(int(row[key]) for row in model.coverage)) for key in keys]
     share = model.trainable_parameters / (model.parameters + adapters)
     shape = f"{model.layers} layers"
     if model.moe_layers:
@@ -44,15 +46,28 @@ def model_lines(model: ModelLoaded) -> list[str]:
     lines = [
         f"model     {model.architecture}, {model.parameters:,} parameters in {model.dtype}, {shape}",
         f"kernels   attention: {model.attention}; experts: {model.experts_kernel}",
-        f"trains    {model.trainable_parameters:,} weights ({share:.2%} of all):",
+        f"trains    {model.trainable_parameters:,} weights ({share:.2%} of all), {held[0]} MiB, with gradients "
+        f"{held[1]} and optimizer {held[2]} MiB; by layer in coverage.json:",
     ]
     for row in model.coverage:
         if row["trains"]:
-            how = f"rank {row['rank']} on {row['modules']} weights" if row["rank"] else f"{row['modules']} weights"
-            lines.append(f"            {row['role']:<15} {row['trainable_parameters']:>13,} in {how}")
+            lines.append(f"            {row['role']:<15} {row['trainable_parameters']:>13,} {_how(row)}")
         else:
             lines.append(f"            {row['role']:<15} {'frozen':>13} ({row['parameters']:,} parameters)")
     return lines
+
+
+def _how(row: dict[str, int | str | bool]) -> str:
+    """E.g. `rank 16 on 96 weights in 48 of 48 layers, 1,536 experts`, or `in full: 48 weights in 48 of 48 layers`."""
+    where = f"{row['modules']:,} weights in {row['layers']} of {row['of_layers']} layers"
+    rank = f"rank {row['rank']}"
+    how = {"adapter": f"{rank} on", "full": "in full:"}.get(str(row["how"]), f"in full, or {rank}:")
+    experts = f", {row['experts']:,} experts" if row["experts"] else ""
+    return f"{how} {where}{experts}"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
 
 
 def step_line(done: StepDone, *, steps: int, eta_s: float, moe_layers: list[int]) -> str:

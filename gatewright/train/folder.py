@@ -8,23 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gatewright.spec.errors import RunFileError
-from gatewright.spec.read import diff_runs, dump_run, read_run
+from gatewright.spec.read import dump_run, read_run
 from gatewright.spec.run import Run
-
-MAY_CHANGE = (
-    "train.save_every_steps",
-    "train.keep_checkpoints",
-    "train.threads",
-    "evaluate.",
-    "evaluate",
-    "parallel.",
-    "parallel",
-    "track",
-    "runs_dir",
-    "hardware",
-    "cluster",
-)
-"""Fields that a resumed run may change: none of them moves a weight (`parallel`: by more than rounding)."""
+from gatewright.spec.same_run import changed
 
 
 @contextmanager
@@ -68,13 +54,9 @@ def _refuse_other_run(run: Run, folder: Path) -> None:
     saved = folder / "run.yaml"
     if not saved.exists():
         return
-    changed = [
-        (field, then, now)
-        for field, then, now in diff_runs(read_run(saved), run)
-        if not any(field == free or (free.endswith(".") and field.startswith(free)) for free in MAY_CHANGE)
-    ]
-    if changed and any((folder / "checkpoints").glob("step-*")):
-        lines = "\n".join(f"  {field}: {then!r} then, {now!r} now" for field, then, now in changed)
+    differing = changed(read_run(saved), run)
+    if differing and any((folder / "checkpoints").glob("step-*")):
+        lines = "\n".join(f"  {field}: {then!r} then, {now!r} now" for field, then, now in differing)
         raise RunFileError(
             f"run folder {folder} has checkpoints of a run with other settings:\n{lines}\n"
             f"give this run another name, or set these back to go on with the old one"

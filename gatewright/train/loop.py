@@ -14,7 +14,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from gatewright.data.batch import Batch
-from gatewright.model.adapters import save_adapter
+from gatewright.model.adapter_files import save_adapter
+from gatewright.model.coverage import write_coverage
 from gatewright.parallel.collect import whole_adapters, whole_state
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
@@ -30,6 +31,7 @@ from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
 from gatewright.train.optim import learning_rate
+from gatewright.train.prove_adapter import prove_reload, prove_written
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
 from gatewright.train.step import train_step
@@ -77,6 +79,8 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
         try:
             with listen(announce, say=say) as stop:
                 trainer = set_up(run, log=log, ranks=ranks)
+                if ranks.first:
+                    write_coverage(trainer.coverage, folder)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if newest:
@@ -296,12 +300,16 @@ def _write_output(run: Run, trainer: Trainer) -> None:
     """The finished adapter or model, as one process would write it; all ranks must call this."""
     final = output_folder(run)
     partial = final.with_name(f".partial-{final.name}")
-    if run.method.adapter:
+    if run.adapter:
         with whole_adapters(trainer.model, trainer.ranks):
             if not trainer.ranks.first:
                 return
             shutil.rmtree(partial, ignore_errors=True)
-            save_adapter(trainer.model, run.method.adapter, partial, base=run.model.path)
+            save_adapter(trainer.model, run.adapter, partial, base=run.model.path)
+            prove_written(trainer.model, run.adapter, partial, base=run.model.path)
+        if trainer.ranks.alone:
+            batch = trainer.loader.step(0)[0].to(trainer.device)
+            prove_reload(trainer.model, trainer.head, run.adapter, partial, base=run.model.path, batch=batch)
     else:
         state = None if trainer.ranks.alone else whole_state(trainer.model, trainer.ranks)
         if not trainer.ranks.first:

@@ -37,10 +37,11 @@ class RouterControl:
         self.probe = [batch.to(device) for batch in probe]
         self.first, self.reference = first_look(model, self.watch, self.probe)
         self.top_k = self.reference.index_Tk[0][self.routers[0].layer].shape[1]
-        self.guard = remember(GuardState(trains=self.settings.train), self.first)
+        self.guard = remember(GuardState(trains=run.router_trains), self.first)
         self.loss = RouterLoss(watch=self.watch, over=self.settings.balance_over, balance=0.0, z=self.settings.z)
         # The guard may freeze and thaw what trained at step 0, and nothing else.
         self._trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._untrained = [p.detach().clone() for p in self._trained]
         self._take_effect()
 
     def _tokens_between_looks(self) -> int:
@@ -92,9 +93,8 @@ class RouterControl:
 
     def reset(self, optimizer: torch.optim.Optimizer) -> None:
         """The routers' weights of step 0, and no memory of their gradients."""
-        for router in self.routers:
-            weight = router.module.weight
-            weight.data.copy_(self.reference.weights[router.layer])
+        for parameter, first in zip(self._trained, self._untrained, strict=True):
+            parameter.data.copy_(first)
         for parameter in self.parameters.values():
             optimizer.state.pop(parameter, None)
 

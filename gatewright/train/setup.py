@@ -1,6 +1,5 @@
 """Everything a run needs, built in one fixed order: data, model, adapters, proofs, optimizer."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,12 @@ from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
-from gatewright.model.adapters import add_adapters, train_everything
+from gatewright.model.adapter_files import load_adapter
+from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.attention import choose_kernel
+from gatewright.model.base_files import base_fingerprint, refuse_nan
 from gatewright.model.capacity import Capacity
+from gatewright.model.coverage import Coverage, by_role, coverage
 from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
@@ -24,11 +26,13 @@ from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.collect import divided_stacks, whole_adapters
 from gatewright.parallel.gradients import Gradients
 from gatewright.parallel.ranks import Ranks, alone
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
+from gatewright.train.choose_experts import choose_experts
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -54,6 +58,8 @@ class Trainer:
     """Weights that train, as the model holds them on this rank."""
     gradients: Gradients
     """What this rank updates of them, and how it gets their gradients."""
+    coverage: list[Coverage]
+    """What trains, by role and layer."""
     optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: Loader | None
@@ -68,12 +74,18 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    findings = []
-    adapter = run.method.adapter
-    if adapter and adapter.dropout and "experts" in adapter.targets:
-        text = f"method.adapter.dropout {adapter.dropout} applies to linear layers only; adapters of experts take none"
-        findings.append(Finding(severity="warning", text=text))
-    return findings
+    if run.parallel != "auto" and run.method.adapter:
+        if run.parallel.dense == "zero3" and run.method.adapter.full:
+            raise RunFileError(
+                "method.adapter.full: weights that train in full beside an adapter cannot be sharded by zero3 yet; set "
+                "parallel.dense to replicate or zero2"
+            )
+        if run.parallel.ep > 1 and run.method.adapter.experts:
+            raise RunFileError(
+                "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
+                "ep: 1, or adapt every expert"
+            )
+    return []
 
 
 def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None) -> Trainer:
@@ -88,11 +100,11 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
     torch.manual_seed(run.train.seed + RANK_SEEDS * ranks.rank)
     # Data first: its mistakes are the most common, and cost little to find.
     documents = _prepare_data(run, ranks=ranks, log=log)
-    model, head = _prepare_model(run, ranks=ranks, log=log)
-    router = _prepare_router(run, model, documents.held_out or documents.loader, device=device, log=log)
+    model, head, covered = _prepare_model(run, documents.loader, ranks=ranks, log=log)
+    router = _prepare_router(run, model, documents.held_out or documents.loader, ranks=ranks, log=log)
     parameters = trainable(model)
     gradients = spread_gradients(model, parameters, ranks)
-    fingerprint = {"data": documents.fingerprint, "base model": _model_fingerprint(Path(run.model.path))}
+    fingerprint = {"data": documents.fingerprint, "base model": base_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
         tokenizer=documents.tokenizer,
@@ -101,6 +113,7 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
         ranks=ranks,
         parameters=parameters,
         gradients=gradients,
+        coverage=covered,
         optimizer=build_optimizer(
             gradients.owned, run.train, router=router.parameters if router else (), weights=parameters
         ),
@@ -167,7 +180,9 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
     )
 
 
-def _prepare_model(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> tuple[PreTrainedModel, Head]:
+def _prepare_model(
+    run: Run, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
+) -> tuple[PreTrainedModel, Head, list[Coverage]]:
     device = ranks.device
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
     model = load_model(
@@ -179,9 +194,12 @@ def _prepare_model(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> t
         divide=divider(ranks),
     )
     settle(model, ranks)
-    base_parameters = sum(p.numel() for p in model.parameters())
-    adapter = run.method.adapter
-    coverage = add_adapters(model, adapter, seed=run.train.seed) if adapter else train_everything(model)
+    spread = divided_stacks(model, ranks)
+    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
+    refuse_nan(model, source=run.model.path)
+    _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
+    spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
+    covered = coverage(model, optimizer=run.train.optimizer, spread=spread)
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
@@ -196,21 +214,42 @@ def _prepare_model(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> t
             architecture=type(model).__name__,
             dtype=run.model.dtype,
             parameters=base_parameters,
-            trainable_parameters=sum(p.numel() for p in trainable(model).values()),
+            trainable_parameters=sum(row.trainable_parameters for row in covered),
             layers=config.get("num_hidden_layers", 0),
             moe_layers=sorted(experts),
             experts=max((module.num_experts for module in experts.values()), default=0),
             top_k=config.get("num_experts_per_tok") or config.get("moe_topk") or 0,
             attention=f"{kernel.name} ({kernel.reason})",
             experts_kernel="grouped_mm" if experts else "none",
-            coverage=coverage,
+            coverage=by_role(covered),
         )
     )
-    return model, head
+    return model, head, covered
+
+
+def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]) -> None:
+    """Adapters in place and the weights that train unfrozen, as the run file says."""
+    adapter = run.adapter
+    if adapter is None:
+        train_weights(model, run.method.roles, router=run.router.train)
+        return
+    chosen = ranks.tell(choose_experts(run, model, loader, device=ranks.device))
+    notes = add_adapters(
+        model,
+        adapter,
+        seed=run.train.seed,
+        chosen=chosen.layers if chosen else None,
+        kept=() if run.router_trains else ("router",),
+    )
+    for note in [*notes, *([chosen.note] if chosen else [])]:
+        log(Finding(severity="note", text=note))
+    if adapter.start:
+        with whole_adapters(model, ranks):
+            load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
 def _prepare_router(
-    run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+    run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> RouterControl | None:
     """None for a dense model. Raises RunFileError for router settings that a dense model cannot have."""
     settings = run.router
@@ -221,7 +260,7 @@ def _prepare_router(
             keys = ", ".join(f"router.{key}" for key in asked)
             raise RunFileError(f"{keys}: {type(model).__name__} is a dense model and has no router; leave it out")
         return None
-    control = RouterControl(run, model, loader.every_rank(), device=device)
+    control = RouterControl(run, model, loader.every_rank(), device=ranks.device)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)
@@ -282,11 +321,3 @@ def _describe_data(split: str, source: str, run: Run, view: DocumentView, plan: 
         lower_bound_packs=packs.lower_bound,
         padded_fill=padded_fill(view.lengths, batch_size=max(1, round(len(view.lengths) / plan.packs_per_epoch))),
     )
-
-
-def _model_fingerprint(folder: Path) -> str:
-    """sha256 over config.json and the names and sizes of the weight files."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatewright.model.adapters import load_adapter, save_adapter
+from gatewright.model.adapter_files import load_adapter, save_adapter
 from gatewright.parallel.collect import whole_adapters
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
@@ -48,10 +48,10 @@ def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress)
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
     held = [share for share in gradients.shares.values() if share.piece.writes]
-    if run.method.adapter:
+    if run.adapter:
         with whole_adapters(trainer.model, ranks):
             if ranks.first:
-                save_adapter(trainer.model, run.method.adapter, folder / "adapter", base=run.model.path)
+                save_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
     else:
         tensors |= {f"{WEIGHTS}{share.name}": host(share.owned) for share in held}
     state = optimizer_tensors(trainer.optimizer, {share.name: share.owned for share in held})
@@ -83,12 +83,12 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
                 "restore it, or give this run another name"
             )
     ranks, gradients, saved = trainer.ranks, trainer.gradients, SavedState(folder)
-    if run.method.adapter:
+    if run.adapter:
         with whole_adapters(trainer.model, ranks):
-            load_adapter(trainer.model, folder / "adapter")
+            load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
     with torch.no_grad():
         for share in gradients.shares.values():
-            if not run.method.adapter:
+            if not run.adapter:
                 share.owned.copy_(saved.read(f"{WEIGHTS}{share.name}", share.piece).view_as(share.owned))
     gradients.publish()
     optimizer = {}

@@ -13,7 +13,9 @@ from tree import PACKAGE, ROOT, readme_with, render_tree
 from gatewright import __version__
 from gatewright.cli import EXTRAS, app
 
-VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor"}
+VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor"} | {
+    *("submit", "status", "list", "logs", "cancel", "cluster show"),
+}
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
 
 

@@ -2,10 +2,21 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from gatewright.model.head import Head
 from gatewright.train.loss import token_loss_sum
+
+
+def head_with(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, scale: float = 1.0, softcap: float | None = None
+) -> Head:
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight, linear.bias = None, None
+    del linear._parameters["weight"], linear._parameters["bias"]
+    linear.weight, linear.bias = weight, bias
+    return Head(linear, scale, softcap)
 
 
 def reference(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> torch.Tensor:
@@ -23,7 +34,7 @@ def test_value_and_gradients(chunk_tokens: int, scale: float, softcap: float | N
     offset = torch.randn(50, requires_grad=True) if bias else None
     labels = torch.randint(0, 50, (33,))
     labels[::3] = -100
-    head = Head(weight, offset, scale, softcap)
+    head = head_with(weight, offset, scale, softcap)
     inputs = [x for x in (hidden, weight, offset) if x is not None]
 
     ours = token_loss_sum(hidden, head, labels, chunk_tokens=chunk_tokens)
@@ -36,7 +47,7 @@ def test_value_and_gradients(chunk_tokens: int, scale: float, softcap: float | N
 def test_a_frozen_head_gets_no_gradient_and_no_label_costs_nothing() -> None:
     hidden = torch.randn(5, 4, requires_grad=True)
     weight = torch.randn(9, 4)
-    loss = token_loss_sum(hidden, Head(weight, None, 1.0, None), torch.full((5,), -100), chunk_tokens=2)
+    loss = token_loss_sum(hidden, head_with(weight), torch.full((5,), -100), chunk_tokens=2)
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(hidden.grad, torch.zeros(5, 4))
@@ -47,8 +58,8 @@ def test_bfloat16_stays_close_to_float32() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32), torch.randn(100, 32) * 0.2
     labels = torch.randint(0, 100, (64,))
-    exact = token_loss_sum(hidden, Head(weight, None, 1.0, None), labels, chunk_tokens=16)
-    rounded = token_loss_sum(hidden.bfloat16(), Head(weight.bfloat16(), None, 1.0, None), labels, chunk_tokens=16)
+    exact = token_loss_sum(hidden, head_with(weight), labels, chunk_tokens=16)
+    rounded = token_loss_sum(hidden.bfloat16(), head_with(weight.bfloat16()), labels, chunk_tokens=16)
     assert abs(rounded / exact - 1) < 1e-2
 
 
@@ -69,5 +80,5 @@ def test_logits_of_all_tokens_never_exist() -> None:
 
     with Watch():
         labels = torch.randint(0, vocab, (tokens,))
-        token_loss_sum(hidden, Head(weight, None, 1.0, None), labels, chunk_tokens=chunk).backward()
+        token_loss_sum(hidden, head_with(weight), labels, chunk_tokens=chunk).backward()
     assert largest == chunk * vocab

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from gatewright.data.batch import Batch, make_batch
-from gatewright.model.adapters import save_adapter
+from gatewright.model.adapter_files import save_adapter
 from gatewright.spec.run import Run
 from gatewright.train import loop
 from gatewright.train.optim import learning_rate

@@ -1,0 +1,141 @@
+"""How a stage is started inside its job: the environment and the command line, as shell text. Pure functions."""
+
+import shlex
+from dataclasses import dataclass
+
+from gatewright.campaign.presets import Preset, Variable
+from gatewright.spec.campaign import Resources
+from gatewright.spec.run import Cluster, Container
+
+SRUN = ("srun", "--kill-on-bad-exit=0", "--wait=300")
+"""A rank that ends does not kill the others in the middle of their last save; one that died ends the step after a
+while, rather than never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a job script does after the #SBATCH lines."""
+
+    python: str
+    """Interpreter that runs the link, on the host."""
+    setup: tuple[str, ...] = ()
+    """Shell lines."""
+    env: tuple[Variable, ...] = ()
+    command: tuple[str, ...] = ()
+    """Words of the command, each as the shell reads it."""
+    work: str = ""
+    """The same without its launcher, in words a person recognises."""
+
+
+def training(
+    run_file: str, *, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str, lead_s: int
+) -> Launch:
+    """One process a GPU, by srun or torchrun; a single process needs neither torchrun nor an address to meet at."""
+    interpreter = _interpreter(cluster, python)
+    ranks = resources.nodes * max(1, resources.gpus_per_node)
+    train = ("-m", "gatewright", "train", shlex.quote(run_file))
+    launcher = preset.launcher if cluster.launcher == "auto" else cluster.launcher
+    meet: tuple[Variable, ...] = ()
+    if ranks == 1:
+        inner: tuple[str, ...] = (interpreter, *train)
+    elif launcher == "torchrun" or queue == "local":
+        inner = (interpreter, *_torchrun(resources, queue=queue, lead_s=lead_s), *train)
+    else:
+        inner = (interpreter, *train)
+    if ranks > 1 and queue == "slurm":
+        meet = _meeting_point()
+    if queue == "local":
+        command = inner
+    else:
+        command = (*_srun(cluster, preset, resources, launcher=launcher, ranks=ranks), *_inside(cluster, preset, inner))
+    return Launch(
+        python=python,
+        setup=tuple(cluster.setup),
+        env=(*meet, *_environment(cluster, preset, queue=queue)),
+        command=command,
+        work=f"gatewright train {run_file}",
+    )
+
+
+def command(text: str, *, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str) -> Launch:
+    """A command of the user's, in a job step of its own, so that what it breaks does not take the link along."""
+    inner = ("bash", "-c", shlex.quote(text))
+    step = ("srun", "--ntasks=1", *_cpus(resources)) if queue == "slurm" else ()
+    return Launch(
+        python=python,
+        setup=tuple(cluster.setup),
+        env=_environment(cluster, preset, queue=queue),
+        command=(*step, *inner),
+        work=text,
+    )
+
+
+def _interpreter(cluster: Cluster, python: str) -> str:
+    if cluster.container is not None:
+        return shlex.quote(cluster.container.python)
+    return shlex.quote(f"{cluster.venv.rstrip('/')}/bin/python" if cluster.venv else python)
+
+
+def _torchrun(resources: Resources, *, queue: str, lead_s: int) -> tuple[str, ...]:
+    """torchrun dies of a USR1 it was not told of, and its workers never hear of it; told, it hands it on and waits."""
+    where: tuple[str, ...] = ("--standalone",)
+    if queue == "slurm":
+        where = (
+            f"--nnodes={resources.nodes}",
+            "--rdzv-backend=c10d",
+            '--rdzv-id="$SLURM_JOB_ID"',
+            '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        )
+    return (
+        *("-m", "torch.distributed.run", *where),
+        f"--nproc-per-node={resources.gpus_per_node}",
+        "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
+        f"--shutdown-timeout={lead_s}",
+    )
+
+
+def _srun(cluster: Cluster, preset: Preset, resources: Resources, *, launcher: str, ranks: int) -> tuple[str, ...]:
+    """One task a GPU, or one a node for torchrun. Since 22.05 srun no longer takes --cpus-per-task from the job."""
+    if ranks > 1 and launcher == "torchrun":
+        cores = (resources.cpus_per_task or 1) * resources.tasks_per_node
+        words: tuple[str, ...] = (*SRUN, "--ntasks-per-node=1", f"--cpus-per-task={cores}")
+    else:
+        words = (*SRUN, f"--ntasks-per-node={resources.tasks_per_node}", *_cpus(resources))
+        if preset.cpu_bind is not None and resources.tasks_per_node == preset.per_node:
+            words = (*words, f"--cpu-bind={preset.cpu_bind}")
+    if cluster.container is not None and cluster.container.kind == "pyxis":
+        words = (*words, f"--container-image={shlex.quote(cluster.container.image)}", *_pyxis_mounts(cluster.container))
+    return words
+
+
+def _cpus(resources: Resources) -> tuple[str, ...]:
+    return (f"--cpus-per-task={resources.cpus_per_task}",) if resources.cpus_per_task else ()
+
+
+def _pyxis_mounts(container: Container) -> tuple[str, ...]:
+    mounts = ",".join(("$PWD:$PWD", *container.binds))
+    return (f'--container-mounts="{mounts}"', '--container-workdir="$PWD"')
+
+
+def _inside(cluster: Cluster, preset: Preset, inner: tuple[str, ...]) -> tuple[str, ...]:
+    container = cluster.container
+    if container is None or container.kind == "pyxis":
+        return inner
+    binds = ",".join(("$PWD", *preset.binds, *container.binds))
+    gpus = (preset.container_option,) if preset.container_option else ()
+    return (container.kind, "exec", *gpus, f'--bind="{binds}"', shlex.quote(container.image), *inner)
+
+
+def _meeting_point() -> tuple[Variable, ...]:
+    host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    return (
+        Variable(name="MASTER_ADDR", value=host, why="ranks meet at the job's first node"),
+        Variable(name="MASTER_PORT", value="$((20000 + SLURM_JOB_ID % 20000))", why="another job may use a fixed one"),
+    )
+
+
+def _environment(cluster: Cluster, preset: Preset, *, queue: str) -> tuple[Variable, ...]:
+    """The preset's variables, and the user's over them; without a queue only the user's."""
+    mine = {text.partition("=")[0]: text.partition("=")[2] for text in cluster.env}
+    kept = [one for one in preset.env if one.name not in mine] if queue == "slurm" else []
+    return (*kept, *(Variable(name=name, value=value, why="") for name, value in mine.items()))

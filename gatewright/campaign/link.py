@@ -1,0 +1,343 @@
+"""One link of a chain, as its job runs it: look back, queue the next one, work, save in time, write down how it ended.
+
+python -m gatewright.campaign.link STAGE_FOLDER -- COMMAND…
+"""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gatewright.campaign.advance import advance, comment_of
+from gatewright.campaign.child import Deadline, Signals, supervise
+from gatewright.campaign.clock import end_here
+from gatewright.campaign.decide import Go, Halt, next_step
+from gatewright.campaign.ending import Ending, ending_of_killed, judge_ending
+from gatewright.campaign.fingerprint import is_done, stage_fingerprint
+from gatewright.campaign.folder import JobsFolder, StageFolder, newest_checkpoint, write_json
+from gatewright.campaign.ledger import update_ledger
+from gatewright.campaign.progress import RunProgress, read_progress
+from gatewright.campaign.queue import Me, Queue, here
+from gatewright.campaign.slurm import QueueRefused, QueueSilent
+from gatewright.spec.campaign import DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED, Campaign, Life, Outcome, Stage
+from gatewright.spec.errors import GatewrightError
+
+EXIT_CODES: dict[Outcome, int] = {"done": DONE, "left": DONE, "saved": SAVED, "hopeless": HOPELESS}
+LOCK_WAIT_S = 60.0
+LEAST_ASK_S, MOST_ASK_S = 5.0, 120.0
+"""How often the queue is asked when this job ends; the more often, the nearer the end is."""
+
+
+@dataclass(slots=True)
+class Link:
+    """This job: where it works, and what it has seen of the queue so far."""
+
+    folder: StageFolder
+    command: Sequence[str]
+    queue: Queue
+    me: Me
+    began: float
+    signals: Signals
+    jobs: JobsFolder = field(init=False)
+    campaign: Campaign = field(init=False)
+    stage: Stage = field(init=False)
+    notes: dict[str, None] = field(default_factory=dict)
+    """What went on besides, each once."""
+
+    def __post_init__(self) -> None:
+        self.jobs = JobsFolder(self.folder.path.parent)
+        campaign = self.jobs.campaign()
+        if campaign is None:
+            raise QueueRefused(f"{self.jobs.path} holds no campaign; submit it again")
+        self.campaign, self.stage = campaign, campaign.stage(self.folder.path.name)
+
+    @property
+    def run_folder(self) -> Path | None:
+        return Path(self.stage.folder) if self.stage.folder else None
+
+    @property
+    def where(self) -> Path:
+        return Path(self.campaign.where)
+
+
+def main() -> None:
+    """Runs the link and ends the process with its exit code."""
+    signals, began = Signals(), time.time()
+    arguments = sys.argv[1:]
+    cut = arguments.index("--")
+    queue, me = here()
+    try:
+        code = run_link(
+            Link(
+                folder=StageFolder(Path(arguments[0]).absolute()),
+                command=arguments[cut + 1 :],
+                queue=queue,
+                me=me,
+                began=began,
+                signals=signals,
+            )
+        )
+    except GatewrightError as error:
+        say(f"error: {error}")
+        code = error.exit_code
+    sys.exit(code)
+
+
+def run_link(link: Link) -> int:
+    """The life of a link, from top to bottom; returns its exit code."""
+    close_unfinished(link)
+    if is_done(link.stage, link.jobs, link.campaign):
+        return leave(link, "the stage is done")
+    if link.folder.halt.exists():
+        return leave(link, "the chain was halted")
+    step = next_step(past_lives(link), links=link.stage.links)
+    if isinstance(step, Halt):
+        halt(link, step.reason)
+        return NO_PROGRESS
+
+    life = Life(
+        stage=link.stage.name,
+        job=link.me.job,
+        restart=link.me.restart,
+        submission=link.campaign.submission,
+        started=link.began,
+        nodes=link.me.nodes,
+        checkpoint_before=newest_checkpoint(link.run_folder),
+    )
+    link.folder.write_life(life)
+    say(f"link {step.number} of {link.stage.links}, {_from(life)}")
+    if not step.last:
+        life = replace(life, successor=ensure_successor(link, exclude=step.exclude))
+        link.folder.write_life(life)
+    life, ending = work(link, step, life)
+    link.folder.write_life(life)
+    return settle(link, life, ending)
+
+
+# --- before the work ----------------------------------------------------------------------------------------------
+
+
+def close_unfinished(link: Link) -> None:
+    """Completes the records of lives that were killed before they could: the queue is asked what became of them."""
+    open_lives = [life for life in link.folder.lives() if life.outcome is None and life.key != link.me.key]
+    if not open_lives:
+        return
+    mine, history = [], {}
+    with suppress(QueueSilent, QueueRefused):
+        mine = link.queue.mine()
+        history = link.queue.history([life.job for life in open_lives])
+    for life in open_lives:
+        end = ending_of_killed(life, mine=mine, history=history, me=link.me.job)
+        link.folder.write_life(ended(link, life, end, ended_at=_last_sign(link, life)))
+
+
+def _last_sign(link: Link, life: Life) -> float:
+    """When a killed life was last seen alive: its newest event, within the time before this one began."""
+    seen = read_progress(link.run_folder, since=life.started).event_time if link.run_folder else None
+    return min(max(seen or life.started, life.started), link.began)
+
+
+def past_lives(link: Link) -> list[Life]:
+    """Those of this submission, before this one."""
+    return [
+        life for life in link.folder.lives() if life.submission == link.campaign.submission and life.key != link.me.key
+    ]
+
+
+def ensure_successor(link: Link, *, exclude: Sequence[str]) -> str | None:
+    """The job that waits to go on after this one; queued here unless it waits already. None: SLURM did not take it."""
+    if link.queue.kind == "local":
+        return None
+    try:
+        waiting = waiting_jobs(link)
+        return waiting[0] if waiting else link.queue.submit(link.folder.script, exclude=exclude)
+    except (QueueSilent, QueueRefused) as error:
+        link.notes[f"no successor was queued at first: {error}"] = None
+        return None
+
+
+def waiting_jobs(link: Link) -> list[str]:
+    """Ids of this chain's other jobs that have not begun."""
+    jobs = link.queue.jobs(comment_of(link.jobs, link.stage.name))
+    return [job.id for job in jobs if job.id != link.me.job and job.pending]
+
+
+# --- the work -----------------------------------------------------------------------------------------------------
+
+
+def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
+    """Runs the command until it ends or must end; returns the completed record."""
+    wait_for_run_folder(link)
+    log = link.folder.log(link.me.job)
+    offset = log.stat().st_size if log.exists() else 0
+    sys.stdout.flush()
+    deadline = Deadline(link.began + link.stage.resources.time_limit_s, link.stage.signal_lead_s)
+    watch = QueueWatch(link, step, deadline, successor=life.successor)
+    watch.ask()
+    if not step.last and life.successor is None:
+        watch.next_ask = time.time()
+    stop_file = link.folder.stop(link.me.key)
+    stop_file.unlink(missing_ok=True)
+    code, asked = supervise(
+        link.command,
+        env={**os.environ, **_environment(link, step, deadline)},
+        stop_file=stop_file,
+        signals=link.signals,
+        deadline=deadline,
+        listens=lambda: _has_begun(link),
+        tick=watch.tick,
+    )
+    stop_file.unlink(missing_ok=True)
+    progress = read_progress(link.run_folder, since=link.began) if link.run_folder else RunProgress()
+    life = replace(life, end_time=deadline.time, successor=watch.successor, exit_code=code)
+    ending = judge_ending(
+        link.stage, life, code=code, asked=asked, progress=progress, log=log, offset=offset, where=link.where
+    )
+    return ended(link, life, ending, ended_at=time.time()), ending
+
+
+def ended(link: Link, life: Life, ending: Ending, *, ended_at: float) -> Life:
+    """The record with its end, and the steps that its events show."""
+    steps = read_progress(link.run_folder, since=life.started) if link.run_folder else RunProgress()
+    return replace(
+        life,
+        ended=ended_at,
+        outcome=ending.outcome,
+        reason=ending.reason,
+        faulty_nodes=ending.faulty_nodes,
+        first_step=(life.checkpoint_before or 0) + 1 if steps.step > (life.checkpoint_before or 0) else None,
+        last_step=steps.step or None,
+        checkpoint_after=newest_checkpoint(link.run_folder),
+        notes=tuple(link.notes),
+    )
+
+
+def wait_for_run_folder(link: Link) -> None:
+    """A process of the link before may still be dying in the run folder; its lock says so."""
+    lock, until = (link.run_folder or Path()) / "lock", time.monotonic() + LOCK_WAIT_S
+    while lock.is_file() and time.monotonic() < until and not link.signals.first:
+        with suppress(OSError), lock.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.2)
+
+
+def _environment(link: Link, step: Go, deadline: Deadline) -> dict[str, str]:
+    """What the trainer, or a command, may want to know of its job."""
+    return {
+        "GATEWRIGHT_STOP_FILE": str(link.folder.stop(link.me.key)),
+        "GATEWRIGHT_END_TIME": f"{deadline.time:.3f}",
+        "GATEWRIGHT_LINK_STARTED": f"{link.began:.3f}",
+        "GATEWRIGHT_LINKS_LEFT": str(link.stage.links - step.number),
+    }
+
+
+def _has_begun(link: Link) -> bool:
+    """Whether the trainer has written an event in this life: by then it hears signals. A command is asked by the file,
+    and at the deadline by SIGTERM."""
+    with suppress(OSError):
+        return link.stage.trains and (Path(link.stage.folder or "") / "events.jsonl").stat().st_mtime > link.began
+    return False
+
+
+@dataclass(slots=True)
+class QueueWatch:
+    """Asks the queue now and then when this job ends, and queues the successor as soon as SLURM takes it."""
+
+    link: Link
+    step: Go
+    deadline: Deadline
+    successor: str | None
+    next_ask: float = 0.0
+
+    def tick(self) -> None:
+        if time.time() >= self.next_ask:
+            self.ask()
+            if self.successor is None and not self.step.last:
+                self.successor = ensure_successor(self.link, exclude=self.step.exclude)
+
+    def ask(self) -> None:
+        link, limit_s = self.link, self.link.stage.resources.time_limit_s
+        if link.queue.kind == "slurm":
+            try:
+                job = next((job for job in link.queue.mine() if job.id == link.me.job), None)
+                end = end_here(
+                    began=link.began, start=job.start if job else None, end=job.end if job else None, limit_s=limit_s
+                )
+                self.deadline.time = end.time
+                if end.note:
+                    link.notes[end.note] = None
+            except (QueueSilent, QueueRefused) as error:
+                link.notes[str(error)] = None
+        left_s = self.deadline.time - time.time()
+        self.next_ask = time.time() + min(max(left_s / 20, LEAST_ASK_S), MOST_ASK_S)
+
+
+# --- after the work -----------------------------------------------------------------------------------------------
+
+
+def settle(link: Link, life: Life, ending: Ending) -> int:
+    """Acts on the ending: on to the next stages, on with this chain, or halt. The record is on disk already."""
+    say(f"{ending.outcome}: {ending.reason}")
+    if ending.outcome == "done":
+        fingerprint = stage_fingerprint(link.stage, link.jobs, where=link.where)
+        write_json(
+            link.folder.done,
+            {"fingerprint": fingerprint, "config": link.stage.config, "job": link.me.job, "time": time.time()},
+        )
+        return leave(link, "the stage is done")
+    step = next_step([*past_lives(link), life], links=link.stage.links)
+    if link.folder.halt.exists():  # cancelled while it worked
+        with suppress(QueueSilent):
+            link.queue.cancel(waiting_jobs(link))
+    elif isinstance(step, Halt):
+        halt(link, step.reason)
+    elif life.faulty_nodes and link.queue.kind == "slurm":
+        with suppress(QueueSilent, QueueRefused):
+            link.queue.cancel(waiting_jobs(link))  # it would go to the faulty node
+            successor = link.queue.submit(link.folder.script, exclude=step.exclude)
+            say(f"job {successor} goes on without {', '.join(step.exclude)}")
+    else:
+        ensure_successor(link, exclude=step.exclude)
+    update_ledger(link.jobs, link.campaign)
+    return EXIT_CODES.get(ending.outcome, FAILED)
+
+
+def leave(link: Link, why: str) -> int:
+    """Nothing is left to do here: the stages that waited are queued, and this chain's other jobs taken out."""
+    say(f"{why}; nothing left to do in this chain")
+    if is_done(link.stage, link.jobs, link.campaign):
+        with suppress(QueueSilent):
+            advance(
+                link.campaign, link.jobs, link.queue, queued=lambda new: say(f"queued {new.stage} as job {new.job}")
+            )
+    with suppress(QueueSilent):
+        link.queue.cancel(waiting_jobs(link))
+    update_ledger(link.jobs, link.campaign)
+    return DONE
+
+
+def halt(link: Link, reason: str) -> None:
+    """Writes down that the chain stops, and takes its waiting jobs out of the queue."""
+    say(f"the chain stops here: {reason}")
+    write_json(link.folder.halt, {"reason": reason, "job": link.me.job, "time": time.time()})
+    with suppress(QueueSilent):
+        link.queue.cancel(waiting_jobs(link))
+    update_ledger(link.jobs, link.campaign)
+
+
+def _from(life: Life) -> str:
+    return "from the beginning" if life.checkpoint_before is None else f"from step {life.checkpoint_before}"
+
+
+def say(text: str) -> None:
+    """Into the job's log, with a time and a name before it."""
+    print(f"{time.strftime('%H:%M:%S')} gatewright link: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The schedule of a step: which tokens of which document each rank holds in each micro-batch; integers only.
+
+documents → candidates → the one that a single cost model finds fastest → slices (document, start, end) of every rank
+
+Every rank has the same number of micro-batches, as sharded weights and experts need it; one with nothing to do in one
+of them runs a dummy of weight zero. A document is cut in mirrored pairs of chunks, so that each share of its tokens is
+the same share of its attention:
+
+    3 ranks, equal shares     |0 |1 |2 |2 |1 |0 |      uneven ones     |0     |1|2 |2 |1|0     |
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gatewright.packing.cost import CostModel
+from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
+from gatewright.packing.schedule_mixed import mixed
+from gatewright.packing.schedule_score import Problem, Slot, bound_s, problem_of, step_s
+from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
+
+SEARCHED = 4_000_000
+"""Documents × micro-batches up to which candidates are tried whose effort grows with that product (some seconds)."""
+FILL = 0.9
+"""Share of the room of a micro-batch that is given to documents when each has its own CP size."""
+
+
+class Slice(NamedTuple):
+    """Tokens [start, end) of a document."""
+
+    document: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What all ranks do at one time."""
+
+    slices: tuple[tuple[Slice, ...], ...]
+    """[ranks] of each, whole documents and parts; empty for a rank that runs a dummy."""
+    groups: dict[int, tuple[int, ...]]
+    """Document → its ranks, ascending, for each document that more than one rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    ranks: int
+    capacity: int
+    micro_batches: tuple[MicroBatch, ...]
+    strategy: str
+    """Name of the candidate that was taken."""
+    step_s: float
+    """Seconds under the cost model, which takes the slowest rank of each micro-batch."""
+    bound_s: float
+    """No schedule of these documents is faster under it."""
+    candidates: tuple[tuple[str, float], ...]
+    """Each that was tried and its seconds, in the order of trying."""
+
+
+def schedule(
+    lengths: npt.ArrayLike,
+    *,
+    ranks: int,
+    capacity: int,
+    costs: CostModel,
+    aligned: bool = False,
+    budget_s: float | None = None,
+) -> Schedule:
+    """The fastest of several schedules of documents of these lengths, on `ranks` ranks of `capacity` tokens each.
+
+    aligned: only groups [k · size, (k + 1) · size) of one size a micro-batch, which exist beforehand.
+    budget_s: seconds after which no further candidate is begun. The first, greedy one always ends; since clocks differ,
+    a schedule under a budget is made on one rank and sent to the others. Without one it is the same on every rank.
+
+    Raises ValueError for lengths that are no whole numbers or below 1, and for a document longer than all ranks hold.
+    """
+    lengths_N = checked(lengths, ranks=ranks, capacity=capacity)
+    problem = problem_of(lengths_N, ranks=ranks, capacity=capacity, costs=costs)
+    started, bound = time.monotonic(), bound_s(problem)
+    tried: list[tuple[str, float, list[Slot]]] = []
+    for name, make in candidates(problem, aligned=aligned):
+        slots = make()
+        tried.append((name, step_s(problem, slots), slots))
+        if budget_s is not None and time.monotonic() - started > budget_s:
+            break
+    name, seconds, slots = min(tried, key=lambda candidate: candidate[1])
+    return Schedule(
+        ranks=ranks,
+        capacity=capacity,
+        micro_batches=tuple(micro_batch(problem, slot) for slot in slots),
+        strategy=name,
+        step_s=seconds,
+        bound_s=bound,
+        candidates=tuple((name, seconds) for name, seconds, _ in tried),
+    )
+
+
+def candidates(problem: Problem, *, aligned: bool) -> Iterator[tuple[str, Callable[[], list[Slot]]]]:
+    """Names and makers, the greedy one first."""
+    if not problem.longest_first:
+        yield "nothing", list
+        return
+    searched = len(problem.longest_first) * problem.fewest_slots <= SEARCHED
+    if searched and not aligned:
+        yield "mixed CP", partial(mixed, problem)
+    for size in group_sizes(problem):
+        yield f"static CP {size}", partial(static, problem, size=size)
+    yield "CP of each micro-batch", partial(per_micro_batch, problem, fill=FILL)
+    if searched and not aligned:
+        yield "sequential fill", partial(sequential, problem, by_seconds(problem))
+        yield "sequential fill by square", partial(sequential, problem, by_square)
+
+
+def checked(lengths: npt.ArrayLike, *, ranks: int, capacity: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(lengths)
+    if ranks < 1 or capacity < 1:
+        raise ValueError(f"{ranks} ranks of {capacity} tokens; wanted at least 1 of each")
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"lengths are {array.dtype}; they must be whole numbers of tokens")
+    lengths_N = array.astype(np.int64).reshape(-1)
+    if not len(lengths_N):
+        return lengths_N
+    if (shortest := int(lengths_N.min())) < 1:
+        raise ValueError(f"document {int(lengths_N.argmin())} has {shortest} tokens; every document needs at least 1")
+    if (longest := int(lengths_N.max())) > ranks * capacity:
+        raise ValueError(
+            f"document {int(lengths_N.argmax())} has {longest:,} tokens, more than all {ranks} ranks can hold together "
+            f"({ranks} × {capacity:,} = {ranks * capacity:,}): shorten it, or give more ranks or tokens a rank"
+        )
+    return lengths_N
+
+
+def micro_batch(problem: Problem, slot: Slot) -> MicroBatch:
+    held: list[list[Slice]] = [[] for _ in range(problem.ranks)]
+    for document, ranks, shares in sorted(slot):
+        for rank, chunks in zip(ranks, mirrored(shares), strict=True):
+            held[rank] += [Slice(document, start, end) for start, end in chunks]
+    groups = {document: ranks for document, ranks, _ in sorted(slot) if len(ranks) > 1}
+    return MicroBatch(slices=tuple(map(tuple, held)), groups=groups)
+
+
+def mirrored(shares: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """[shares] chunks of each: one from the front and its mirror image from the back, joined where they touch."""
+    tokens, begun = sum(shares), 0
+    chunks = []
+    for share in shares:
+        ended = begun + share
+        front, back = (begun // 2, ended // 2), (tokens - (ended + 1) // 2, tokens - (begun + 1) // 2)
+        pair = [front, back] if front[1] < back[0] else [(front[0], back[1])]
+        chunks.append([chunk for chunk in pair if chunk[0] < chunk[1]])
+        begun = ended
+    return chunks
