@@ -41,11 +41,12 @@ def find_experts(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def lora_shapes(experts: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Weight name -> (E, out, in), in the order the module declares them."""
+    """Weight name -> (experts of this rank, out, in), in the order the module declares them."""
     shapes = {}
     for name, weight in experts.named_parameters(recurse=False):
         if weight.dim() == 3:
-            count, first, second = weight.shape
+            _, first, second = weight.shape  # whose first axis may be divided over ranks
+            count = experts.gatewright_experts
             shapes[name] = (count, second, first) if experts.is_transposed else (count, first, second)
     return shapes
 
@@ -291,6 +292,7 @@ def install(model: nn.Module) -> None:
         experts.gatewright_capacity = None
         experts.gatewright_dispatch = None
         experts.gatewright_first_expert = 0
+        experts.gatewright_experts = experts.num_experts
 
 
 def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:

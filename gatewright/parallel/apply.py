@@ -74,7 +74,8 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
         dispatch = Dispatch(ranks.part("ep").get_group())
         for module in find_experts(model).values():
             module.gatewright_dispatch = dispatch
-            module.gatewright_first_expert = ranks.position("ep") * (module.num_experts // layout.ep)
+            module.gatewright_experts = module.num_experts // layout.ep
+            module.gatewright_first_expert = ranks.position("ep") * module.gatewright_experts
             for name, stack in list(module.named_parameters(recurse=False)):
                 if isinstance(stack, DTensor) and layout.dense != "zero3":
                     module.register_parameter(name, nn.Parameter(stack.to_local(), requires_grad=stack.requires_grad))

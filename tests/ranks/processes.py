@@ -14,16 +14,21 @@ import torch
 from gatewright.parallel.place import Place
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
+def free_ports(count: int) -> list[int]:
+    """As many ports as there are meetings: the store of one may outlive it, and must not be met again."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
         probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def on_ranks(size: int, folder: Path, work: Callable[..., Any], *arguments: Any, patience_s: float = 120) -> list[Any]:
     """What `work(place, *arguments)` returns on each of `size` processes; raises with the traceback of one that fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    [port] = free_ports(1)
     children = {}
     for rank in range(size):
         place = Place(rank=rank, size=size, local_rank=rank, address="localhost", port=port)
