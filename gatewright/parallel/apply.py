@@ -52,14 +52,14 @@ def divide(model: PreTrainedModel, ranks: Ranks) -> None:
         policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
         if layout.ep > 1:
             for module in experts.values():
-                fully_shard(module, mesh=_mesh(ranks, "edp"), mp_policy=policy)
+                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy)
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
-            fully_shard(block, mesh=_mesh(ranks, SHARD), mp_policy=policy)
+            fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy)
         # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
-        fully_shard(model.base_model, mesh=_mesh(ranks, SHARD), mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model.base_model, mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True)
         if not model.config.get_text_config().tie_word_embeddings:
             head = model.get_output_embeddings()
-            _cut_rows(head, head.out_features, _mesh(ranks, SHARD))
+            _cut_rows(head, head.out_features, ranks.with_copies(SHARD))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
@@ -100,12 +100,6 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
         if shard or copies:
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
     return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
-
-
-def _mesh(ranks: Ranks, dimension: str) -> DeviceMesh:
-    """The mesh of a dimension, with the copies of the model as a first dimension where there are any."""
-    assert ranks.mesh is not None
-    return ranks.mesh["copy", dimension] if ranks.layout.copies > 1 else ranks.part(dimension)
 
 
 def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:

@@ -17,7 +17,6 @@ from gatewright.parallel.place import ALONE, Place
 
 SHARD = "shard"
 T = TypeVar("T")
-DIMENSIONS = ("copy", "edp", "ep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,9 @@ class Ranks:
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
-    """Dimensions copy, edp, ep (layout.py), with `shard` = edp × ep flattened; None: alone."""
+    """Dimensions copy, edp, ep (layout.py), for experts; None: alone."""
+    dense: DeviceMesh | None = None
+    """Dimensions copy, shard = edp × ep, for everything else; None: alone."""
 
     @property
     def rank(self) -> int:
@@ -49,12 +50,19 @@ class Ranks:
 
     def part(self, name: str) -> DeviceMesh:
         """The sub-mesh of that name that this rank belongs to: copy, edp, ep or shard."""
-        assert self.mesh is not None
-        return self.mesh[name]
+        assert self.mesh is not None and self.dense is not None
+        return self.dense[name] if name == SHARD else self.mesh[name]
+
+    def with_copies(self, name: str) -> DeviceMesh:
+        """The same, with the copies of the model as a first dimension where there are any."""
+        assert self.mesh is not None and self.dense is not None
+        if self.layout.copies == 1:
+            return self.part(name)
+        return self.dense if name == SHARD else self.mesh["copy", name]
 
     def position(self, name: str) -> int:
         """This rank's number within that sub-mesh; 0 alone."""
-        return 0 if self.mesh is None else self.mesh[name].get_local_rank()
+        return 0 if self.alone else self.part(name).get_local_rank()
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on every rank, of a tensor on the CPU or the device; the tensor is overwritten."""
@@ -149,9 +157,9 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
     )
-    mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=DIMENSIONS)
-    mesh["edp", "ep"]._flatten(SHARD)
-    yield Ranks(place=place, layout=layout, device=device, mesh=mesh)
+    mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=("copy", "edp", "ep"))
+    dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
+    yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense)
     # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
     dist.destroy_process_group()
 

@@ -83,6 +83,8 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                     write_coverage(trainer.coverage, folder)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
+                if not ranks.alone:
+                    say(f"layout    {ranks.layout.describe()}")
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
                 trackers = open_trackers(run, folder) if ranks.first else []
@@ -342,7 +344,7 @@ def _start(run: Run, trainer: Trainer, *, resumed_step: int | None) -> Start:
     return Start(
         run=run.run,
         versions=versions(),
-        device=device_name(trainer.device),
+        device=device_name(trainer.device) + ("" if trainer.ranks.alone else f", {trainer.ranks.layout.describe()}"),
         threads=torch.get_num_threads(),
         resumed_step=resumed_step,
         steps=trainer.steps,

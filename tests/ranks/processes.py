@@ -26,7 +26,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def on_ranks(size: int, folder: Path, work: Callable[..., Any], *arguments: Any, patience_s: float = 120) -> list[Any]:
-    """What `work(place, *arguments)` returns on each of `size` processes; raises with the traceback of one that fails."""
+    """What `work(place, *arguments)` returns on each process; raises with the traceback of any that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     children = {}
