@@ -1,4 +1,4 @@
-"""Does the capacity estimate keep its promise on held-out documents, where the i.i.d. formula does not?
+"""Whether the capacity estimate keeps its bound on held-out documents, and the i.i.d. formula does not.
 
 A tiny byte-level Qwen3-MoE learns Python from the standard library's sources; its routing on other sources is recorded;
 half of these documents give the capacity factor, the other half are routed with it. A few minutes on one CPU core.
@@ -24,7 +24,8 @@ from gatewright.data.view import DocumentView
 from gatewright.model.attention import choose_kernel
 from gatewright.model.load import load_model
 from gatewright.router.blocks import RoutingRecord, write_record
-from gatewright.router.capacity import Question, drop_share, estimate_capacity
+from gatewright.router.capacity import Question, estimate_capacity
+from gatewright.router.drop import drop_share
 from gatewright.spec import run as spec
 from gatewright.train.record_routing import record_routing
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_campaign, cli_check, cli_plan
+from gatewright import __version__, cli_campaign, cli_check, cli_plan, cli_probe, cli_router
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -39,6 +39,7 @@ app = typer.Typer(
 data = typer.Typer(help="Look at training data.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(cli_campaign.cluster, name="cluster")
+app.add_typer(cli_router.router, name="router")
 
 
 def main() -> None:
@@ -157,6 +158,7 @@ def report(
 app.command()(cli_plan.plan)
 app.command()(cli_check.check)
 app.command()(cli_check.doctor)
+app.command()(cli_probe.probe)
 app.command()(cli_campaign.submit)
 app.command()(cli_campaign.status)
 app.command("list")(cli_campaign.list_campaigns)

@@ -109,7 +109,7 @@ def status(
     while True:
         statuses, note = _statuses(name, runs_dir)
         if watch:
-            typer.clear()
+            typer.echo("\033[2J\033[H", nl=False)
         typer.echo(render_campaign(statuses[0]) if name else render_table(statuses))
         if note:
             typer.echo(note, err=True)

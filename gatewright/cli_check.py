@@ -24,6 +24,9 @@ def check(
     package: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VERSION", help="A package as installed there. May be repeated.")
     ] = None,
+    probe: Annotated[
+        Path | None, typer.Option(metavar="probe.json", help="What `gatewright probe` measured, judged for the run.")
+    ] = None,
     select: Codes = None,
     ignore: Codes = None,
     fix: Annotated[bool, typer.Option("--fix", help="Apply the safe fixes; the old files are kept as .orig.")] = False,
@@ -53,7 +56,7 @@ def check(
     if not files:
         raise typer.BadParameter("give at least one file or folder to check")
     versions = tuple(_pair(text) for text in package or [])
-    given = Given(gpu=gpu, gpus=gpus, step_s=step_seconds, p99_tokens=p99_tokens, versions=versions)
+    given = Given(gpu=gpu, gpus=gpus, step_s=step_seconds, p99_tokens=p99_tokens, versions=versions, probe=probe)
     verdict = judge(files, given=given, select=select or (), ignore=ignore or ())
     if as_json or sarif or github:
         typer.echo(to_json(verdict) if as_json else as_sarif(verdict) if sarif else as_github(verdict))

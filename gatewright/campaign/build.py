@@ -120,6 +120,7 @@ def _launch(stage: Stage, written: StageFile, cluster: Cluster, preset: Preset, 
         python=sys.executable,
         queue=queue,
         lead_s=stage.signal_lead_s,
+        work=Path(stage.folder or "").name,
     )
 
 

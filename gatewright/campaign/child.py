@@ -45,17 +45,17 @@ def supervise(
     stop_file: Path,
     signals: Signals,
     deadline: Deadline,
-    listens: Callable[[], bool],
+    hand_on: Callable[[], signal.Signals | None],
     tick: Callable[[], None],
 ) -> tuple[int, str]:
     """Runs the command to its end: its exit code (negative: the signal that killed it), and why it was asked to stop.
 
-    Asked to stop, by a signal or by time, it first finds `stop_file`; the signal is handed on once `listens` says that
-    somebody would hear it, since a process that is still starting dies of it. At the deadline it gets SIGTERM, two
-    seconds later SIGKILL. `tick` is called some times a second.
+    Asked to stop, by a signal or by time, it finds `stop_file`. A signal is handed on as the one that `hand_on` names,
+    once it names one. At the deadline the child gets SIGTERM, two seconds later SIGKILL. `tick` is called some times a
+    second.
     """
     child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with)
-    asked, forwarded, termed_at = "", False, 0.0
+    asked, handed_on, termed_at = "", False, 0.0
     try:
         while True:
             try:
@@ -67,9 +67,9 @@ def supervise(
             if not asked and (asked := _reason(signals, deadline, now)):
                 stop_file.parent.mkdir(parents=True, exist_ok=True)
                 stop_file.write_text(f"{asked}\n", encoding="utf-8")
-            if signals.first and not forwarded and (signals.first is not signal.SIGUSR1 or listens()):
-                _send(child, signals.first if signals.first is signal.SIGUSR1 else signal.SIGTERM)
-                forwarded = True
+            if signals.first and not handed_on and (number := hand_on()):
+                _send(child, number)
+                handed_on = True
             if not termed_at and now >= deadline.time:
                 _send(child, signal.SIGTERM)
                 termed_at = now

@@ -21,16 +21,29 @@ class Launch:
     setup: tuple[str, ...] = ()
     """Shell lines."""
     env: tuple[Variable, ...] = ()
+    launcher: tuple[str, ...] = ()
+    """srun and its options, each word as the shell reads it; empty without a queue."""
     command: tuple[str, ...] = ()
-    """Words of the command, each as the shell reads it."""
+    """What runs in each task."""
     work: str = ""
     """The same without its launcher, in words a person recognises."""
 
 
 def training(
-    run_file: str, *, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str, lead_s: int
+    run_file: str,
+    *,
+    cluster: Cluster,
+    preset: Preset,
+    resources: Resources,
+    python: str,
+    queue: str,
+    lead_s: int,
+    work: str,
 ) -> Launch:
-    """One process a GPU, by srun or torchrun; a single process needs neither torchrun nor an address to meet at."""
+    """One process a GPU, by srun or torchrun; a single process needs neither torchrun nor an address to meet at.
+
+    `work`: the run's name, for people. Without a queue there is no container either.
+    """
     interpreter = _interpreter(cluster, python)
     ranks = resources.nodes * max(1, resources.gpus_per_node)
     train = ("-m", "gatewright", "train", shlex.quote(run_file))
@@ -44,28 +57,25 @@ def training(
         inner = (interpreter, *train)
     if ranks > 1 and queue == "slurm":
         meet = _meeting_point()
-    if queue == "local":
-        command = inner
-    else:
-        command = (*_srun(cluster, preset, resources, launcher=launcher, ranks=ranks), *_inside(cluster, preset, inner))
     return Launch(
         python=python,
         setup=tuple(cluster.setup),
-        env=(*meet, *_environment(cluster, preset, queue=queue)),
-        command=command,
-        work=f"gatewright train {run_file}",
+        env=(*meet, *_environment(cluster, preset, gpus=resources.gpus if queue == "slurm" else 0)),
+        launcher=_srun(cluster, preset, resources, launcher=launcher, ranks=ranks) if queue == "slurm" else (),
+        command=_inside(cluster, preset, inner) if queue == "slurm" else inner,
+        work=f"gatewright train {work}",
     )
 
 
 def command(text: str, *, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str) -> Launch:
     """A command of the user's, in a job step of its own, so that what it breaks does not take the link along."""
-    inner = ("bash", "-c", shlex.quote(text))
     step = ("srun", "--ntasks=1", *_cpus(resources)) if queue == "slurm" else ()
     return Launch(
         python=python,
         setup=tuple(cluster.setup),
-        env=_environment(cluster, preset, queue=queue),
-        command=(*step, *inner),
+        env=_environment(cluster, preset, gpus=resources.gpus if queue == "slurm" else 0),
+        launcher=step,
+        command=("bash", "-c", shlex.quote(text)),
         work=text,
     )
 
@@ -134,8 +144,8 @@ def _meeting_point() -> tuple[Variable, ...]:
     )
 
 
-def _environment(cluster: Cluster, preset: Preset, *, queue: str) -> tuple[Variable, ...]:
-    """The preset's variables, and the user's over them; without a queue only the user's."""
+def _environment(cluster: Cluster, preset: Preset, *, gpus: int) -> tuple[Variable, ...]:
+    """The preset's variables, which are about GPUs, and the user's over them."""
     mine = {text.partition("=")[0]: text.partition("=")[2] for text in cluster.env}
-    kept = [one for one in preset.env if one.name not in mine] if queue == "slurm" else []
+    kept = [one for one in preset.env if one.name not in mine] if gpus else []
     return (*kept, *(Variable(name=name, value=value, why="") for name, value in mine.items()))

@@ -5,6 +5,7 @@ python -m gatewright.campaign.link STAGE_FOLDER -- COMMAND…
 
 import fcntl
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -188,7 +189,7 @@ def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
         stop_file=stop_file,
         signals=link.signals,
         deadline=deadline,
-        listens=lambda: _has_begun(link),
+        hand_on=lambda: _hand_on(link),
         tick=watch.tick,
     )
     stop_file.unlink(missing_ok=True)
@@ -236,12 +237,18 @@ def _environment(link: Link, step: Go, deadline: Deadline) -> dict[str, str]:
     }
 
 
-def _has_begun(link: Link) -> bool:
-    """Whether the trainer has written an event in this life: by then it hears signals. A command is asked by the file,
-    and at the deadline by SIGTERM."""
+def _hand_on(link: Link) -> signal.Signals | None:
+    """What the child is sent when this process was signalled.
+
+    The trainer gets SIGUSR1 once it has written an event: before, it would die of it. srun passes that one on; at a
+    SIGTERM it ends the step by force. A command has the stop file, and from SLURM its own SIGTERM.
+    """
+    if not link.stage.trains:
+        return signal.SIGTERM if link.queue.kind == "local" else None
     with suppress(OSError):
-        return link.stage.trains and (Path(link.stage.folder or "") / "events.jsonl").stat().st_mtime > link.began
-    return False
+        if (Path(link.stage.folder or "") / "events.jsonl").stat().st_mtime > link.began:
+            return signal.SIGUSR1
+    return None
 
 
 @dataclass(slots=True)

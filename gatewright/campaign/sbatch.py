@@ -20,10 +20,10 @@ def job_script(campaign: Campaign, stage: Stage, launch: Launch, *, folder: str,
     lines = ["#!/bin/bash"]
     if campaign.queue == "slurm":
         lines += [f"#SBATCH {option}" for option in _options(campaign, stage, folder=folder, preset=preset)]
-    lines += ["", *_about(campaign, stage, launch), ""]
-    lines += launch.setup
-    lines += [_export(one.name, one.value, one.why) for one in launch.env]
-    lines += ["", *_link(launch, folder=folder)]
+    lines += ["", *_about(campaign, stage, launch), "set -eo pipefail", ""]
+    prepare = [*launch.setup, *(_export(one.name, one.value, one.why) for one in launch.env)]
+    lines += [*prepare, ""] if prepare else []
+    lines += _link(launch, folder=folder)
     return "\n".join(lines) + "\n"
 
 
@@ -71,11 +71,11 @@ def _export(name: str, value: str, why: str) -> str:
 
 
 def _link(launch: Launch, *, folder: str) -> list[str]:
-    words = " ".join(launch.command)
+    words = [f"    {' '.join(part)}" for part in (launch.launcher, launch.command) if part]
     return [
         "trap '' USR1  # the queue's warning: nobody dies of it before the link listens",
         f"exec {shlex.quote(launch.python)} -m gatewright.campaign.link {shlex.quote(folder)} -- \\",
-        f"    {words}",
+        " \\\n".join(words),
     ]
 
 

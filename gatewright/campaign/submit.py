@@ -3,7 +3,7 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,9 @@ from gatewright.spec.finding import Finding
 from gatewright.spec.plan import Plan
 from gatewright.spec.read import read_run
 from gatewright.spec.run import Run
+
+
+MEMORY_RULES = ("GW401",)
 
 
 class Refused(UserError):
@@ -67,7 +70,7 @@ def prepare(asked: Asked, *, queue: str, environ: Mapping[str, str] = os.environ
     for stage in built.campaign.stages:
         if run := asked.runs.get(stage.name):
             refusals += _refuse_run(run, stage, plans.get(stage.name), progress[stage.name], environ)
-    findings = _check(built, asked)
+    findings = _check(built, planned=plans.keys())
     refusals += [f"{one.code} {one.name}: {one.text}" for one in findings if one.severity == "error"]
     if refusals:
         raise Refused(_listing(refusals))
@@ -149,15 +152,18 @@ def _refuse_run(
     return [answer for answer in answers if answer is not None]
 
 
-def _check(built: Built, asked: Asked) -> tuple[Finding, ...]:
-    """The rules of `gatewright check` over each run and its job script together."""
+def _check(built: Built, *, planned: Collection[str]) -> tuple[Finding, ...]:
+    """The rules of `gatewright check` over each run and its job script together.
+
+    Whether the memory suffices is the plan's word, where there is one: it also knows the layouts that `auto` may take.
+    """
     found: dict[tuple[str, str], Finding] = {}
     with tempfile.TemporaryDirectory(prefix="gatewright-") as folder:
         for name, text in built.run_files.items():
             files = [Path(folder) / f"{name}.yaml", Path(folder) / f"{name}.sbatch"]
             files[0].write_text(text, encoding="utf-8")
             files[1].write_text(built.scripts[name], encoding="utf-8")
-            for one in check(files).findings:
+            for one in check(files, ignore=MEMORY_RULES if name in planned else ()).findings:
                 found.setdefault((one.code, one.text), one)
     return tuple(found.values())
 

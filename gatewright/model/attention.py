@@ -7,9 +7,9 @@ Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ def install(kernel: Kernel) -> None:
         indices: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
+        document_lengths: Sequence[int] | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None or max_length_q is None:
@@ -88,16 +89,17 @@ def install(kernel: Kernel) -> None:
             raise ModelError(f"{type(module).__name__} asks for attention dropout, which is not supported")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         cu_seqlens, longest = cu_seq_lens_q, max_length_q
+        lengths = cu_seqlens.diff().tolist() if document_lengths is None else document_lengths
         if indices is not None:
             if indices.shape[-1] < longest:
-                return attend_to_chosen(query, key, value, cu_seqlens, scale, indices), None
+                return attend_to_chosen(query, key, value, lengths, scale, indices), None
         elif attention_mask is not None:
             if len(cu_seqlens) != 2 or softcap is not None:
                 raise ModelError(f"{type(module).__name__} asks for an attention mask, which is not supported")
             return attend_masked(query, key, value, attention_mask, scale, s_aux), None
         chunk = _chunk_tokens(module)
         if chunk is not None and chunk < longest:
-            cu_seqlens, longest = split_boundaries(cu_seqlens, chunk), chunk
+            cu_seqlens, longest = cu_seqlens.new_tensor(chunk_boundaries(lengths, chunk)), chunk
         if softcap is not None or s_aux is not None:
             out = attend_plain(query, key, value, cu_seqlens, scale, sliding_window, softcap, s_aux)
         else:
@@ -116,11 +118,10 @@ def _chunk_tokens(module: nn.Module) -> int | None:
     return tokens if tokens and module.config.layer_types[module.layer_idx] == "chunked_attention" else None
 
 
-def split_boundaries(cu_seqlens: Tensor, chunk: int) -> Tensor:
+def chunk_boundaries(lengths: Sequence[int], chunk: int) -> list[int]:
     """The boundaries of documents and of their chunks, counted from the beginning of each document."""
-    ends = cu_seqlens.tolist()
-    starts = [place for a, b in pairwise(ends) for place in range(a, b, chunk)]
-    return cu_seqlens.new_tensor([*starts, ends[-1]])
+    ends = [0, *accumulate(lengths)]
+    return [place for a, b in pairwise(ends) for place in range(a, b, chunk)] + [ends[-1]]
 
 
 def attend_each_document(

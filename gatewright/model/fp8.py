@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from gatewright.model.quantized import QuantizedWeight
 from gatewright.spec.errors import ModelError
@@ -15,39 +13,6 @@ CODE_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 """safetensors' names of the stored types we read."""
 SLAB = 2**24
 """Weights made float32 at one time on the way to the compute type."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Format:
-    """What config.json says of an FP8 checkpoint."""
-
-    method: str
-    block: tuple[int, int] | None
-    """Output and input features that share a scale; None: the scale's own shape tells (one a row, or one a tensor)."""
-
-
-def read_format(config: PretrainedConfig, *, source: str) -> Fp8Format | None:
-    """The FP8 format of a checkpoint; None for one in plain floats. Raises ModelError for any other quantisation."""
-    values = config.to_dict()
-    stated = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
-    if not stated:
-        return None
-    method = str(stated.get("quant_method"))
-    if method == "fp8":
-        block = stated.get("weight_block_size")
-        return Fp8Format(method, None if block is None else (int(block[0]), int(block[1])))
-    if method == "fbgemm_fp8":
-        return Fp8Format(method, None)
-    if method == "compressed-tensors":
-        weights = [group.get("weights") or {} for group in (stated.get("config_groups") or {}).values()]
-        if weights and all((w.get("type"), w.get("num_bits")) == ("float", 8) for w in weights):
-            blocks = {tuple(w["block_structure"]) for w in weights if w.get("block_structure")}
-            return Fp8Format(method, next(iter(blocks), None))  # type: ignore[arg-type]
-        method = f"compressed-tensors, {stated.get('format')}"
-    raise ModelError(
-        f"{source}: its weights are quantised already ({method}); as a base for training we read plain floats and FP8. "
-        "Point model.path at the model's unquantised or FP8 release; method.quantize: nf4 makes it small at load"
-    )
 
 
 class Fp8Weight(QuantizedWeight):
@@ -99,13 +64,15 @@ def _product(codes_ENK: Tensor, scale_ERC: Tensor, block: tuple[int, int]) -> Te
     return values_ENK.mul_(scale)
 
 
-def fp8_weight(codes: Tensor, scale: Tensor, *, form: Fp8Format, name: str) -> Fp8Weight:
-    """A weight as the file holds it. Raises ModelError for a scale that does not fit, or is no finite number."""
+def fp8_weight(codes: Tensor, scale: Tensor, *, block: tuple[int, int] | None, name: str) -> Fp8Weight:
+    """A weight as the file holds it; `block` as config.json states it, None where the scale's own shape tells.
+
+    Raises ModelError for a scale that does not fit, or is no finite number.
+    """
     *experts, outputs, inputs = codes.shape
     scale = scale.float()
     if not scale.isfinite().all():
         raise ModelError(f"{name}: its FP8 scale holds NaN or infinity; copy the file again from the source")
-    block = form.block
     if block and scale.shape == (*experts, -(-outputs // block[0]), -(-inputs // block[1])):
         block = (min(block[0], outputs), min(block[1], inputs))
     elif scale.numel() == math.prod(experts):

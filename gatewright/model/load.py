@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from gatewright.model import attention, experts, experts_llama4, per_document
-from gatewright.model.fp8 import read_format
 from gatewright.model.quantized_load import Quantize, load_small
+from gatewright.model.sources import read_format
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
 

@@ -12,7 +12,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MethodType
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from gatewright.model import sparse_attention
 
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_lengths")
+"""Keywords that tell a forward where documents end; train/forward.py writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Mixing:
     name: str
     reason: str
     forward: Callable[..., Any]
+    pads: bool = True
+    """Whether padding on the left changes nothing, when transformers decodes several prompts at once."""
 
 
 def choose_mixing(module: nn.Module, device: torch.device) -> Mixing | None:
@@ -41,17 +44,17 @@ def choose_mixing(module: nn.Module, device: torch.device) -> Mixing | None:
     parts, settings = module._modules, vars(module)
     if "compressor" in parts:
         reason = "keys compressed over a stretch of tokens"
-        return Mixing("one document at a time, with its mask", reason, _compressed_each_document)
+        return Mixing("one document at a time, with its mask", reason, _compressed_each_document, pads=False)
     if "indexer" in parts and "o_proj" in parts:
         return Mixing("boundaries to its indexer", "it chooses keys by itself", sparse_attention.hand_on_boundaries)
     if "wq_b" in parts and "index_topk" in settings:
         return Mixing("one document at a time", "keys are chosen within a document", sparse_attention.choose_keys)
     if settings.get("attn_temperature_tuning") and not settings.get("use_rope", True):
-        return Mixing("one document at a time", "temperature grows with the place in the row", _attend_each_document)
+        reason = "temperature grows with the place in the row"
+        return Mixing("one document at a time", reason, _attend_each_document, pads=False)
     if "slope_rate" in module._buffers:
-        return Mixing(
-            "one document at a time", "lightning attention has no kernel with boundaries", _scan_each_document
-        )
+        reason = "lightning attention has no kernel with boundaries"
+        return Mixing("one document at a time", reason, _scan_each_document, pads=False)
     if not any(isinstance(part, nn.Conv1d) for part in parts.values()):
         return None
     return _choose_scan(module, device)
@@ -82,6 +85,12 @@ def install(model: nn.Module, device: torch.device) -> None:
             module.forward = MethodType(mixing.forward, module)  # type: ignore[method-assign]
 
 
+def takes_padding(model: nn.Module, device: torch.device) -> bool:
+    """Whether prompts of unequal length can be decoded together, padded on the left."""
+    mixings = (choose_mixing(module, device) for module in model.modules())
+    return all(mixing is None or mixing.pads for mixing in mixings)
+
+
 def describe(model: nn.Module, device: torch.device) -> list[str]:
     """One line for each kind of token mixer that the attention seam does not serve."""
     kinds = Counter(
@@ -95,14 +104,14 @@ def describe(model: nn.Module, device: torch.device) -> list[str]:
 def _scan_each_document(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on each document; the boundaries themselves are left out, it could not use them."""
     forward = type(self).forward
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
+    lengths = sparse_attention.lengths_of(kwargs)
+    if lengths is None:
         return forward(self, *args, **kwargs)
+    ends = [0, *accumulate(lengths)]
     kwargs = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
     # In training, Mamba's fused kernel multiplies by out_proj.weight itself, past an adapter on it.
     training, self.training = self.training, False
     try:
-        ends = cu_seqlens.tolist()
         pieces = [_cut((args, kwargs), ends[-1], *span) for span in pairwise(ends)]
         return join([forward(self, *cut_args, **cut_kwargs) for cut_args, cut_kwargs in pieces])
     finally:
@@ -111,10 +120,12 @@ def _scan_each_document(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _scan_with_boundaries(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on the whole row; its kernels take `cu_seq_lens_q` and `seq_idx`."""
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is not None:
-        document_S = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.int32)
-        kwargs["seq_idx"] = document_S.repeat_interleave(cu_seqlens.diff())[None]
+    lengths = sparse_attention.lengths_of(kwargs)
+    kwargs.pop("document_lengths", None)
+    if lengths is not None:
+        device = kwargs["cu_seq_lens_q"].device
+        document_T = [document for document, length in enumerate(lengths) for _ in range(length)]
+        kwargs["seq_idx"] = torch.tensor([document_T], dtype=torch.int32, device=device)
     return type(self).forward(self, *args, **kwargs)
 
 
@@ -132,16 +143,17 @@ def attend_each_document(
 ) -> Any:
     """An attention module's own forward on each document, with boundaries that hold that document alone."""
     forward = type(self).forward
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
+    lengths = sparse_attention.lengths_of(kwargs)
+    if lengths is None:
         return forward(self, *args, **kwargs)
-    ends, outputs = cu_seqlens.tolist(), []
+    ends, outputs = [0, *accumulate(lengths)], []
     for start, end in pairwise(ends):
+        length = end - start
         cut_args, cut_kwargs = _cut((args, kwargs), ends[-1], start, end)
-        alone = cu_seqlens.new_tensor((0, end - start))
-        cut_kwargs |= dict(zip(BOUNDARIES, (alone, alone, end - start, end - start), strict=True))
+        alone = kwargs["cu_seq_lens_q"].new_tensor((0, length))
+        cut_kwargs |= dict(zip(BOUNDARIES, (alone, alone, length, length, (length,)), strict=True))
         if mask is not None:
-            cut_kwargs["attention_mask"] = mask(self, end - start)
+            cut_kwargs["attention_mask"] = mask(self, length)
         outputs.append(forward(self, *cut_args, **cut_kwargs))
     return join(outputs)
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.four_bit import bitsandbytes, quantize_nf4
-from gatewright.model.fp8 import Fp8Format
 from gatewright.model.quantized import QuantizedWeight, weight_bytes
 from gatewright.model.roles import parameter_roles
-from gatewright.model.stream import Lazy, Shards, Weight, weights_of
+from gatewright.model.sources import Shards, StoredFormat
+from gatewright.model.stream import Lazy, Weight, weights_of
 from gatewright.spec.errors import ModelError
 
 Quantize = Literal["none", "nf4", "fp8"]
@@ -28,7 +28,7 @@ def load_small(
     *,
     config: PretrainedConfig,
     quantize: Quantize,
-    form: Fp8Format | None,
+    form: StoredFormat | None,
     dtype: torch.dtype,
     device: torch.device,
     build: dict[str, Any],
@@ -47,8 +47,7 @@ def load_small(
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, **build)
     names = quantizable(seams(empty)) if quantize != "none" else set()
-    shards = Shards(folder, files)
-    weights = weights_of(shards, empty, form)
+    weights = weights_of(Shards(folder, files), empty, form)
     state: dict[str, Lazy] = {}
     for weight in weights:
         state |= _lazies(weight, names, quantize, dtype, device)
@@ -64,16 +63,17 @@ def load_small(
     if (folder / "generation_config.json").is_file():
         loaded.generation_config = GenerationConfig.from_pretrained(folder)
     loaded.config._name_or_path = str(folder)
-    _tell(note, loaded, shards, weights, quantize, form, dtype)
+    _tell(note, loaded, weights, quantize, form, dtype)
     return loaded, report
 
 
-def refuse(quantize: Quantize, form: Fp8Format | None, folder: Path) -> None:
+def refuse(quantize: Quantize, form: StoredFormat | None, folder: Path) -> None:
     """Raises what would go wrong, before anything is read."""
-    if quantize == "fp8" and form is None:
+    if quantize == "fp8" and (form is None or form.kind != "fp8"):
         raise ModelError(
-            f"method.quantize: fp8 keeps the bytes of an FP8 checkpoint, but {folder} holds plain floats; set nf4 to "
-            "store the base in 4 bits, or none, or point model.path at the model's FP8 release"
+            f"method.quantize: fp8 keeps the bytes of an FP8 checkpoint, but {folder} holds "
+            f"{'plain floats' if form is None else form.method}; set nf4 to store the base in 4 bits, or none, or "
+            "point model.path at the model's FP8 release"
         )
     if quantize == "nf4":
         bitsandbytes()
@@ -108,7 +108,7 @@ def _lazies(
     made: dict[str, Tensor] = {}
 
     def plain(target: str) -> Tensor:
-        if weight.stacks_experts:
+        if weight.comes_by_expert:
             dense = torch.empty(weight.shape, dtype=dtype)
             for index, matrix in enumerate(weight.matrices(target, dtype)):
                 dense[index] = matrix
@@ -132,23 +132,22 @@ def _lazies(
 def _tell(
     note: Callable[[str], None],
     model: PreTrainedModel,
-    shards: Shards,
     weights: list[Weight],
     quantize: Quantize,
-    form: Fp8Format | None,
+    form: StoredFormat | None,
     dtype: torch.dtype,
 ) -> None:
     plain = str(dtype).removeprefix("torch.")
     total = weight_bytes(model)
     small = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
     if form is not None:
-        fp8 = {source.name for weight in weights for source in weight.all_sources if source.scale}
-        stored = sum(shards.bytes(name) for name in fp8)
+        stored = sum(source.small_bytes for weight in weights for source in weight.all_sources)
         kept = sum(p.parts["codes"].nbytes for p in small) if quantize == "fp8" else 0
         if stored > kept:
             what = f"made {plain} at load" if quantize != "nf4" else "made NF4 at load"
-            text = f"{(stored - kept) / 1e9:.3g} GB of the base are FP8 ({form.method}) in its files and were {what}"
-            keep = "; method.quantize: fp8 keeps them so" if quantize == "none" else ""
+            kind = "FP8" if form.kind == "fp8" else "MXFP4"
+            text = f"{(stored - kept) / 1e9:.3g} GB of the base are {kind} ({form.method}) in its files and were {what}"
+            keep = "; method.quantize: fp8 keeps them so" if (quantize, form.kind) == ("none", "fp8") else ""
             note(f"{text}; the base takes {total / 1e9:.3g} GB{keep}")
     if small:
         roles = parameter_roles(model)

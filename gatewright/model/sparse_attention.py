@@ -3,24 +3,38 @@
 Shapes: T tokens, L tokens of one document, k keys an indexer chooses for a query, N query heads.
 """
 
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_lengths: ContextVar[Sequence[int] | None] = ContextVar("document_lengths", default=None)
+"""Document lengths on the way from a sparse attention module to its indexer, which transformers hands no keywords."""
+
+
+def lengths_of(kwargs: Mapping[str, Any]) -> Sequence[int] | None:
+    """Lengths of the packed documents among a forward's keywords; None where nothing is packed, as in decoding."""
+    if "document_lengths" in kwargs or "cu_seq_lens_q" not in kwargs:
+        return kwargs.get("document_lengths")
+    return kwargs["cu_seq_lens_q"].diff().tolist()
+
 
 def hand_on_boundaries(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A sparse attention module's own forward on the whole row, with the boundaries handed on to its indexer.
-
-    transformers hands the indexer nothing but the attention mask, which no packed row has: the boundaries take its
-    place on the way there.
-    """
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is not None:
-        kwargs["attention_mask"] = cu_seqlens[None, None, None]
-    return type(self).forward(self, *args, **kwargs)
+    """A sparse attention module's own forward on the whole row, with the boundaries handed on to its indexer."""
+    forward, lengths = type(self).forward, lengths_of(kwargs)
+    if lengths is None:
+        return forward(self, *args, **kwargs)
+    # The module slices a mask for its indexer; no packed row has one, and none is looked at.
+    kwargs["attention_mask"] = kwargs["cu_seq_lens_q"][None, None, None]
+    token = _lengths.set(lengths)
+    try:
+        return forward(self, *args, **kwargs)
+    finally:
+        _lengths.reset(token)
 
 
 def choose_keys(
@@ -36,18 +50,16 @@ def choose_keys(
 
     A document no longer than the indexer's top-k sees all of itself: there is nothing to choose.
     """
-    forward = type(self).forward
-    if mask.dtype != torch.int32:
+    forward, lengths = type(self).forward, _lengths.get()
+    if lengths is None:
         return forward(self, hidden_1TH, q_residual, position_embeddings, mask, position_ids, cache)
-    ends = mask.flatten().tolist()
-    width = min(self.index_topk, max(end - start for start, end in pairwise(ends)))
+    width = min(self.index_topk, max(lengths))
     chosen = []
-    for start, end in pairwise(ends):
-        length = end - start
+    for start, length in zip(accumulate((0, *lengths)), lengths, strict=False):
         if length <= self.index_topk:
             keys_Lk = torch.arange(length, device=hidden_1TH.device, dtype=torch.int32).expand(length, -1)
         else:
-            cut = [x[:, start:end] for x in (hidden_1TH, q_residual, *position_embeddings)]
+            cut = [x[:, start : start + length] for x in (hidden_1TH, q_residual, *position_embeddings)]
             causal_1LL = band(length, length, hidden_1TH.device)[None]
             [keys_Lk] = forward(self, cut[0], cut[1], (cut[2], cut[3]), causal_1LL, None)
         # A short document has fewer keys than columns: naming the first of them again changes nothing.
@@ -55,10 +67,9 @@ def choose_keys(
     return torch.cat(chosen)[None]
 
 
-def attend_to_chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, keys_1Tk: Tensor) -> Tensor:
+def attend_to_chosen(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, keys_1Tk: Tensor) -> Tensor:
     """Causal attention of each document to the keys chosen for each query. Returns [1, T, N, D]."""
-    lengths = cu_seqlens.diff().tolist()
-    outputs = []
+    lengths, outputs = list(lengths), []
     documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), keys_1Tk[0].split(lengths), strict=True)
     for q_i, k_i, v_i, keys_Lk in documents:
         length = q_i.shape[2]

@@ -5,17 +5,12 @@ like); here they are applied to one weight at a time, and to an expert stack one
 stays there is never more than the dense form of one matrix (of one stack, where a conversion mixes experts).
 """
 
-import math
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -29,58 +24,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from gatewright.model.fp8 import CODE_TYPES, Fp8Format, Fp8Weight, fp8_weight
+from gatewright.model.fp8 import Fp8Weight
+from gatewright.model.sources import FLOATS, Fp8Source, Shards, Source, StoredFormat, sources_of
 from gatewright.spec.errors import ModelError
-
-FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-class Shards:
-    """The tensors of a folder's safetensors files, read on demand into memory of their own (no mapped pages)."""
-
-    def __init__(self, folder: Path, files: list[str]) -> None:
-        self.folder = folder
-        self.place: dict[str, Any] = {}
-        for file in files:
-            handle = safe_open(folder / file, framework="pt", backend="pread")
-            self.place |= dict.fromkeys(handle.keys(), handle)
-
-    def read(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one entry along its first axis."""
-        handle = self.place[name]
-        value: Tensor = handle.get_tensor(name) if row is None else handle.get_slice(name)[row]
-        return value
-
-    def shape(self, name: str) -> list[int]:
-        shape: list[int] = self.place[name].get_slice(name).get_shape()
-        return shape
-
-    def bytes(self, name: str) -> int:
-        """Of a tensor of 8-bit elements."""
-        return math.prod(self.shape(name))
-
-    def kind(self, name: str) -> str:
-        """Type as safetensors names it: BF16, F8_E4M3, …"""
-        return str(self.place[name].get_slice(name).get_dtype())
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One tensor of the checkpoint, with the scale that belongs to it if it is FP8."""
-
-    shards: Shards
-    name: str
-    scale: str | None
-    form: Fp8Format | None
-
-    def fp8(self, row: int | None = None) -> Fp8Weight:
-        assert self.scale is not None and self.form is not None
-        codes, scale = self.shards.read(self.name, row), self.shards.read(self.scale, row)
-        return fp8_weight(codes, scale, form=self.form, name=self.name)
-
-    def read(self, dtype: torch.dtype, row: int | None = None) -> Tensor:
-        """In plain floats: as stored, or in `dtype` from FP8."""
-        return self.shards.read(self.name, row) if self.scale is None else self.fp8(row).dense(dtype)
 
 
 @dataclass(slots=True)
@@ -99,7 +45,7 @@ class Weight:
 
     @property
     def is_fp8(self) -> bool:
-        return all(source.scale is not None for source in self.all_sources)
+        return all(isinstance(source, Fp8Source) for source in self.all_sources)
 
     @property
     def targets(self) -> list[str]:
@@ -125,7 +71,7 @@ class Weight:
         shape = self.model.get_parameter(target).shape
         if len(shape) == 3 and self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shards.shape(source.name), shape)
+            self._agree(source.shape, shape)
             made: Iterable[Tensor] = (source.read(dtype, row) for row in range(shape[0]))
         elif len(shape) == 3 and self.stacks_experts:
             made = (self._expert(index, dtype) for index in range(self._count(shape[0])))
@@ -145,12 +91,23 @@ class Weight:
         first, *others = self.converter.operations
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(_within_expert(op) for op in others)
 
+    @property
+    def comes_by_expert(self) -> bool:
+        """Whether `matrices` gives the weight in parts without having read it whole."""
+        few_bits = self.converter is None and self.is_small and len(self.all_sources[0].shape) == 3
+        return self.stacks_experts or few_bits
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the files hold it in 4 or 8 bits."""
+        return any(source.small_bytes for source in self.all_sources)
+
     def fp8(self) -> Fp8Weight:
         """The weight in the checkpoint's own FP8 bytes. Raises ModelError where a conversion does more than stack."""
         if self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shards.shape(source.name), self.shape)
-            return source.fp8()
+            self._agree(source.shape, self.shape)
+            return _fp8(source)
         if not self.stacks_experts or any(isinstance(op, Transpose) for op in self.converter.operations):
             raise ModelError(
                 f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
@@ -166,7 +123,7 @@ class Weight:
 
     def _fp8_expert(self, index: int) -> Fp8Weight:
         """One expert of a stack; its scales are put together as its codes are."""
-        parts = {pattern: sources[index].fp8().refined() for pattern, sources in self.sources.items()}
+        parts = {pattern: _fp8(sources[index]).refined() for pattern, sources in self.sources.items()}
         blocks = {part.block for part in parts.values()}
         if len(blocks) > 1:
             raise ModelError(f"{self.target}: its parts have FP8 blocks of different shapes; set method.quantize: nf4")
@@ -224,7 +181,7 @@ class Lazy:
             return self.make()
 
 
-def weights_of(shards: Shards, model: PreTrainedModel, form: Fp8Format | None) -> list[Weight]:
+def weights_of(shards: Shards, model: PreTrainedModel, form: StoredFormat | None) -> list[Weight]:
     """Every weight of the architecture that the files hold, in order of name. `model` lies on the meta device.
 
     Raises ModelError for a tensor in a type that is no float and no FP8 with its scale.
@@ -235,7 +192,7 @@ def weights_of(shards: Shards, model: PreTrainedModel, form: Fp8Format | None) -
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     weights: dict[str, Weight] = {}
-    sources = _sources(shards, form)
+    sources = sources_of(shards, form)
     for key in sorted(sources, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if target not in known and key in known:
@@ -243,30 +200,14 @@ def weights_of(shards: Shards, model: PreTrainedModel, form: Fp8Format | None) -
         if target not in known:
             continue
         source = sources[key]
-        if source.scale is None and shards.kind(key) not in FLOATS and known[target].is_floating_point():
+        if not source.small_bytes and not _is_number(shards.kind(key), known[target]):
             raise ModelError(
                 f"{shards.folder}: {key} is stored as {shards.kind(key)} without a scale we know; wanted plain floats, "
-                "or FP8 with weight_scale_inv or weight_scale"
+                "FP8 with weight_scale_inv or weight_scale, or MXFP4 blocks"
             )
         weight = weights.setdefault(target, Weight(target, model, by_pattern[pattern] if pattern else None))
         weight.sources.setdefault(pattern or key, []).append(source)
     return list(weights.values())
-
-
-def _sources(shards: Shards, form: Fp8Format | None) -> dict[str, Source]:
-    """Tensors by name, each with its scale; what scales the activations of an inference engine is left out."""
-    if form is None:
-        return {name: Source(shards, name, None, None) for name in shards.place}
-    scales: dict[str, str] = {}
-    for name in shards.place:
-        if shards.kind(name) in CODE_TYPES:
-            candidates = (f"{name}_scale_inv", f"{name}_scale", re.sub(r"weight$", "scale", name))
-            found = next((scale for scale in candidates if scale != name and scale in shards.place), None)
-            if found is None:
-                raise ModelError(f"{shards.folder}: {name} is FP8 but has no scale beside it ({', '.join(candidates)})")
-            scales[name] = found
-    extra = set(scales.values()) | {n for n in shards.place if n.endswith(("input_scale", "activation_scale"))}
-    return {name: Source(shards, name, scales.get(name), form) for name in shards.place if name not in extra}
 
 
 def _within_expert(operation: object) -> bool:
@@ -274,3 +215,13 @@ def _within_expert(operation: object) -> bool:
     if isinstance(operation, Transpose):
         return 0 not in (operation.dim0, operation.dim1) and not operation.check_dims
     return isinstance(operation, Concatenate) and operation.dim != 0
+
+
+def _fp8(source: Source) -> Fp8Weight:
+    assert isinstance(source, Fp8Source)
+    return source.weight()
+
+
+def _is_number(kind: str, parameter: Tensor) -> bool:
+    """Whether what is stored as `kind` can be this weight as it is."""
+    return kind in FLOATS or not parameter.is_floating_point()

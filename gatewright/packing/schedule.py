@@ -9,6 +9,7 @@ the same share of its attention:
     3 ranks, equal shares     |0 |1 |2 |2 |1 |0 |      uneven ones     |0     |1|2 |2 |1|0     |
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from gatewright.packing.schedule_mixed import mixed
 from gatewright.packing.schedule_score import Problem, Slot, bound_s, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 
-SEARCHED = 4_000_000
-"""Documents × micro-batches up to which candidates are tried whose effort grows with that product (some seconds)."""
+SEARCHED = 100_000
+"""Documents × micro-batches up to which all candidates are tried: the effort of some grows with that product."""
+SHARES = 4_000_000
+"""Shares that a static candidate may cut a larger step into."""
 FILL = 0.9
 """Share of the room of a micro-batch that is given to documents when each has its own CP size."""
 
@@ -106,13 +109,19 @@ def candidates(problem: Problem, *, aligned: bool) -> Iterator[tuple[str, Callab
     if not problem.longest_first:
         yield "nothing", list
         return
-    searched = len(problem.longest_first) * problem.fewest_slots <= SEARCHED
-    if searched and not aligned:
-        yield "mixed CP", partial(mixed, problem)
-    for size in group_sizes(problem):
+    documents = len(problem.longest_first)
+    effort, sizes = documents * problem.fewest_slots, group_sizes(problem)
+    if not aligned:
+        yield "mixed CP", partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
+    if effort > SEARCHED:
+        fewer = [size for size in sizes if documents * size <= SHARES]
+        sizes = fewer if fewer or not aligned else sizes[:1]
+    for size in sizes:
         yield f"static CP {size}", partial(static, problem, size=size)
+    if effort > SEARCHED:
+        return
     yield "CP of each micro-batch", partial(per_micro_batch, problem, fill=FILL)
-    if searched and not aligned:
+    if not aligned:
         yield "sequential fill", partial(sequential, problem, by_seconds(problem))
         yield "sequential fill by square", partial(sequential, problem, by_square)
 

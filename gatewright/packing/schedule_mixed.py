@@ -22,7 +22,13 @@ FEW = 256
 """Documents of a last micro-batch that are worth the search for places in the others."""
 
 
-def mixed(problem: Problem) -> list[Slot]:
+def mixed(problem: Problem, *, parts: int = 1) -> list[Slot]:
+    """Micro-batches of all documents; of a very large step in `parts` of like lengths, one after another."""
+    dealt = [problem.only(problem.longest_first[part::parts]) for part in range(parts)]
+    return [slot for part in dealt if part.longest_first for slot in fill_all(part)]
+
+
+def fill_all(problem: Problem) -> list[Slot]:
     """Micro-batches until no document waits."""
     waiting, room = problem.longest_first, problem.ranks * problem.capacity
     built: list[SlotBuilder] = []
@@ -150,28 +156,42 @@ class SlotBuilder:
 
     def cut(self, document: int) -> bool:
         """Onto as few ranks as hold it within the limit: of the node with least to spare, else of several nodes."""
-        tokens = self.problem.tokens[document]
-        best: tuple[int, int, list[tuple[int, int]]] | None = None
+        tokens, near_s = self.problem.tokens[document], self.problem.costs.near_s
+        best: tuple[int, int, dict[int, int]] | None = None
         for node in self.nodes:
-            gaps = self.gaps(document, node, self.problem.costs.near_s)
+            gaps = self.gaps(document, node, near_s)
             spare = sum(gap for gap, _ in gaps)
             if spare >= tokens:
-                ranks = len(fill_gaps(gaps, tokens))
-                if best is None or (ranks, spare) < best[:2]:
-                    best = ranks, spare, gaps
-        shares = fill_gaps(best[2] if best else self.far_gaps(document), tokens)
+                shares = fill_gaps(gaps, tokens)
+                if best is None or (len(shares), spare) < best[:2]:
+                    best = len(shares), spare, shares
+                if self.untouched(node):
+                    break  # the nodes behind it are as empty
+        shares = best[2] if best else fill_gaps(self.far_gaps(document), tokens)
         if shares:
             self.hold(document, shares)
         return bool(shares)
 
-    def gaps(self, document: int, ranks: range, exchange_s: float) -> list[tuple[int, int]]:
-        """(tokens of the document that fit within the limit, rank) of ranks that have any, most first."""
+    def untouched(self, node: range) -> bool:
+        return not any(self.load_s[node.start : node.stop])
+
+    def gaps(self, document: int, node: range, exchange_s: float) -> list[tuple[int, int]]:
+        """(tokens of the document that fit within the limit, rank) of ranks of a node that have any, most first."""
         costs, tokens = self.problem.costs, self.problem.tokens[document]
         left_s = self.limit_s - costs.split_s(tokens) - tokens * exchange_s - costs.hop_s
-        each_s = max(costs.rate(tokens) - exchange_s, 1e-12)
-        load, room = self.load_s, self.room
-        found = [(min(int((left_s - load[rank]) / each_s), room[rank]), rank) for rank in ranks if load[rank] < left_s]
-        return sorted((gap for gap in found if gap[0] > 0), reverse=True)
+        loads = self.load_s[node.start : node.stop]
+        if min(loads) >= left_s:
+            return []
+        each_s, room = max(costs.rate(tokens) - exchange_s, 1e-12), self.room
+        gaps = []
+        for rank, load in zip(node, loads, strict=True):
+            gap = int((left_s - load) / each_s)
+            if gap > room[rank]:
+                gap = room[rank]
+            if gap > 0:
+                gaps.append((gap, rank))
+        gaps.sort(reverse=True)
+        return gaps
 
     def far_gaps(self, document: int) -> list[tuple[int, int]]:
         """Of the fewest nodes that hold the document together."""
@@ -194,17 +214,16 @@ class SlotBuilder:
 
     def top_up(self, documents: list[int]) -> None:
         """Fill the gap of each rank below the slowest with the longest of these documents that fit."""
-        slowest = max(self.load_s)
-        left = list(documents)
-        works = [-self.problem.work_s[document] for document in left]
-        tokens = [-self.problem.tokens[document] for document in left]
+        slowest, left = max(self.load_s), list(documents)
+        work, tokens = self.problem.work_s, self.problem.tokens
         for rank in sorted(range(self.problem.ranks), key=self.load_s.__getitem__):
-            while True:
-                at = max(bisect_left(works, self.load_s[rank] - slowest), bisect_left(tokens, -self.room[rank]))
-                if at == len(left):
-                    break
-                self.hold(left.pop(at), {rank: -tokens.pop(at)})
-                works.pop(at)
+            at = 0
+            while at < len(left):
+                at = bisect_left(left, self.load_s[rank] - slowest, lo=at, key=lambda document: -work[document])
+                at = bisect_left(left, -self.room[rank], lo=at, key=lambda document: -tokens[document])
+                if at < len(left):
+                    document = left.pop(at)
+                    self.hold(document, {rank: tokens[document]})
 
 
 def fill_gaps(gaps: list[tuple[int, int]], tokens: int) -> dict[int, int]:

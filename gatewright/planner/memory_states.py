@@ -125,7 +125,7 @@ def share(job: Job, policy: Policy, group: TensorGroup, *, count: int) -> Share:
         group=group,
         count=count,
         parameters=group.parameters / divisor,
-        matrices=group.linear_weights / divisor,
+        matrices=sum(part.weights for part in group.linears if part.name not in policy.plain_linears) / divisor,
         adapters=adapter_parameters(job, group) / adapter_divisor,
         shards=shards,
         trains=job.trains(group.role),
@@ -136,6 +136,13 @@ def adapter_parameters(job: Job, group: TensorGroup) -> float:
     if job.adapter is None:
         return 0.0
     return job.adapter.parameters(group, hidden=job.shape.hidden, vocab=job.shape.vocab)
+
+
+def trainable(job: Job) -> int:
+    """Parameters that train: weights themselves, and adapters."""
+    groups = [group for group in job.shape.groups if group.role != "mtp"]
+    whole = sum(group.parameters for group in groups if job.trains(group.role))
+    return whole + round(sum(adapter_parameters(job, group) for group in groups))
 
 
 def weight_bytes(job: Job, policy: Policy, part: Share) -> float:

@@ -14,7 +14,7 @@ from gatewright.planner.ask import (
 )
 from gatewright.planner.catalogue import gpus as all_gpus
 from gatewright.planner.job import Adapter, Job, Method
-from gatewright.planner.memory_states import adapter_parameters
+from gatewright.planner.memory_states import trainable
 from gatewright.planner.search import Found, Question, fewest_gpus, search
 from gatewright.planner.targets import adapter_of
 from gatewright.planner.weights import StoredWeights
@@ -66,12 +66,6 @@ def refuse_fixed(question: Question, found: Found) -> None:
         item = found.illegal[0]
         reasons = "; ".join(f"{refusal.reason} [{refusal.rule}]" for refusal in item.refusals)
         raise UserError(f"{item.layout} cannot run: {reasons}.")
-
-
-def trainable(job: Job) -> int:
-    groups = [group for group in job.shape.groups if group.role != "mtp"]
-    whole = sum(group.parameters for group in groups if job.trains(group.role))
-    return whole + round(sum(adapter_parameters(job, group) for group in groups))
 
 
 def method_text(job: Job) -> str:

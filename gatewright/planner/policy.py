@@ -49,6 +49,8 @@ class Policy:
     """prepare_model_for_kbit_training: norms and embeddings in fp32, so the residual stream is too (not under FSDP)."""
     double_quant: bool = False
     """4-bit scales are themselves stored in 8 bits."""
+    plain_linears: tuple[str, ...] = ()
+    """Linear modules in a block that stay in 16 bits whatever the others are stored in, by leaf name."""
     experts: Literal["grouped", "grouped-lean", "loop"] = "grouped"
     """grouped-lean: frozen experts keep their input and the up-projection alone, the backward pass makes the rest
     again. loop: one expert after another, so only one expert's gradients (and dequantised weights) live at a time."""

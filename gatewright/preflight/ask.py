@@ -7,6 +7,8 @@ from gatewright.planner.catalogue import find_gpu
 from gatewright.planner.legal import advice, refusals
 from gatewright.planner.legal_rule import Backend, Setting
 from gatewright.planner.memory import estimate_memory
+from gatewright.planner.memory_states import optimizer_bytes, trainable
+from gatewright.planner.policy import find_policy
 from gatewright.planner.weights import FORMATS, native_format
 from gatewright.preflight.job import Job
 from gatewright.spec.hardware import Cluster, Gpu, Node
@@ -47,11 +49,18 @@ def ask_planner(job: Job) -> Job:
     broken = [*refusals(setting), *advice(setting)] if known else []
     if job.gpu is None:
         broken = [refusal for refusal in broken if refusal.rule not in _NEEDS_GPU]
-    job = replace(job, refusals=tuple(broken))
+    job = replace(job, refusals=tuple(broken), checkpoint_bytes=checkpoint_bytes(job, asked))
     missing = what_memory_needs(job)
     if missing:
         return replace(job, unjudged=f"memory was not judged: {missing}")
     return replace(job, memory=estimate_memory(asked))
+
+
+def checkpoint_bytes(job: Job, asked: planner.Job) -> int:
+    """Weights that train, and unless only the model is saved, masters and moments; whole, however they are divided."""
+    types = find_policy(asked.framework).trained(asked)
+    state = 0.0 if job.save_only_model.value else optimizer_bytes(asked, types)
+    return round(trainable(asked) * (types.weight + state))
 
 
 def what_memory_needs(job: Job) -> str:

@@ -9,6 +9,8 @@ from gatewright.preflight.rules import (
     layout,
     memory,
     packing,
+    probe,
+    probe_node,
     resume,
     router,
     slurm,
@@ -29,6 +31,7 @@ FAMILIES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("environment", environment.RULES),
     ("stages", stages.RULES),
     ("weights", weights.RULES),
+    ("probe", (*probe.RULES, *probe_node.RULES)),
 )
 RULES: tuple[Rule, ...] = tuple(rule for _, rules in FAMILIES for rule in rules)
 FAMILY = {rule.code: family for family, rules in FAMILIES for rule in rules}

@@ -183,7 +183,8 @@ def _order(rule: Rule, fault: Fault) -> tuple[int, str, int, str]:
 def finding(rule: Rule, fault: Fault, found: Gathered) -> Finding:
     """The noun that reports and the doctor share."""
     lines = {source.name: source.lines for source in found.sources}
-    places = dict.fromkeys(said.place for said in fault.at if said.file.startswith(found.names) and said.file)
+    names = (*found.names, *filter(None, [found.job.probe_file]))
+    places = dict.fromkeys(said.place for said in fault.at if said.file and said.file.startswith(names))
     numbers: dict[str, Number] = {
         said.key: said.value
         for said in fault.at

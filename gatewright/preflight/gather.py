@@ -21,6 +21,7 @@ from gatewright.preflight.readers.swift import read_swift, read_swift_megatron
 from gatewright.preflight.reading import Reading, Unread
 from gatewright.preflight.source import Leaf, Source, UnreadableFile, leaves, read_document, read_source
 from gatewright.spec.errors import GatewrightError
+from gatewright.spec.probe import read_probe
 from gatewright.spec.shape import ModelShape
 
 MAX_FILES = 40
@@ -47,6 +48,8 @@ class Given:
     p99_tokens: int | None = None
     versions: tuple[tuple[str, str], ...] = ()
     """(package, version)."""
+    probe: Path | None = None
+    """probe.json of the machine that the run is for."""
 
 
 @dataclass(slots=True)
@@ -214,6 +217,8 @@ def together(readings: Sequence[Reading], given: Given) -> Job:
         disagreements=tuple(_disagreements(said)),
         step_s=given.step_s,
         p99_tokens=given.p99_tokens,
+        probe=read_probe(given.probe) if given.probe else None,
+        probe_file=str(given.probe or ""),
     )
     job = replace(job, shape=_shape(job.model), teacher_shape=_shape(job.teacher))
     if job.lumi:

@@ -9,6 +9,7 @@ from gatewright.preflight.folder import Folder
 from gatewright.spec.finding import Place
 from gatewright.spec.hardware import Gpu
 from gatewright.spec.plan import MemoryEstimate, Refusal
+from gatewright.spec.probe import Probe
 from gatewright.spec.shape import ModelShape
 
 T = TypeVar("T")
@@ -248,6 +249,11 @@ class Job:
     """The planner's answer; None where it cannot be asked."""
     refusals: tuple[Refusal, ...] = ()
     """The planner's rules of layout that this job breaks, advice included."""
+    checkpoint_bytes: int | None = None
+    """Of one checkpoint with what a resume needs; None where the planner cannot be asked."""
+    probe: Probe | None = None
+    """What the machine was measured to do."""
+    probe_file: str = ""
     unjudged: str = ""
     """What the planner would need to know."""
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from gatewright.spec.rehearsal import PhaseName
+from gatewright.train.forward import decoder
 
 BLOCK_BYTES = 512
 """The CUDA caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -53,8 +54,8 @@ class LiveBytes(TorchDispatchMode):
             self.add(tensor, "weights and adapters")
         self.peaks["load", -1].operator = "weights and adapters"
         self._phase = "step"  # whatever comes before the first forward pass is forgotten with the first step
-        model.base_model.register_forward_pre_hook(lambda *_: self._enter("forward"))
-        model.base_model.register_forward_hook(lambda *_: self._enter("loss"))
+        decoder(model).register_forward_pre_hook(lambda *_: self._enter("forward"))
+        decoder(model).register_forward_hook(lambda *_: self._enter("loss"))
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, index=index: self._enter_block(index))
             block.register_forward_hook(lambda _, __, output, index=index: self._await_gradient(output, index))

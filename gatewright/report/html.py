@@ -7,6 +7,7 @@ from html import escape
 from gatewright.report import facts, units
 from gatewright.report.charts import Curve, Scale, fill_bars, line_chart, linear_scale, log_scale, share_bar, table
 from gatewright.report.page import page
+from gatewright.report.router import router_html
 from gatewright.report.routing import routing
 from gatewright.report.series import Series, median, smooth
 from gatewright.report.summary import Answer, Report
@@ -23,6 +24,7 @@ def render_html(report: Report) -> str:
         "Loss": _loss(report),
         "Answers": _answers(report),
         "Routing": routing(report),
+        "Router": router_html(report),
         "Learning rate and gradient": _optimization(report),
         "Throughput": _throughput(report),
         "Data": _data(report),

@@ -13,7 +13,17 @@ from gatewright.report.processes import Processes
 from gatewright.report.series import median, reduce
 from gatewright.report.summary import Curves, Report, Totals
 from gatewright.spec.errors import UserError
-from gatewright.spec.event import DataLoaded, Evaluated, Finding, ModelLoaded, Saved, Start, StepDone
+from gatewright.spec.event import (
+    DataLoaded,
+    Evaluated,
+    Finding,
+    GuardActed,
+    ModelLoaded,
+    RouterHealth,
+    Saved,
+    Start,
+    StepDone,
+)
 
 _SEVERITIES = ("error", "warning", "note")
 _SILENT_AFTER_S = 300.0
@@ -111,6 +121,8 @@ class _Reading:
         self.evaluations: dict[int, Evaluated] = {}
         self.saves: dict[int, Saved] = {}
         self.findings: dict[Finding, None] = {}
+        self.looks: dict[int, RouterHealth] = {}
+        self.guard: list[GuardActed] = []
         self.other_shape = 0
         self.processes = Processes()
         self.restarts: list[int] = []
@@ -136,6 +148,12 @@ class _Reading:
                 self.evaluations[evaluated.step] = evaluated
             case Saved() as saved:
                 self.saves[saved.step] = saved
+            case RouterHealth() as look:
+                self.looks[look.step] = look
+            case GuardActed() as acted:
+                self.guard.append(acted)
+                if acted.resumed_step is not None:
+                    self.restarts.append(acted.resumed_step)
             case Finding() as finding:
                 self.findings[finding] = None
 
@@ -180,6 +198,8 @@ class _Reading:
             void_steps=self.void_steps,
             void_s=self.void_s,
             loads=loads,
+            looks=tuple(self.looks[step] for step in sorted(self.looks)),
+            guard=tuple(self.guard),
             unread=dict(unread),
             run_file=run_file,
         )

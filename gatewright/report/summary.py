@@ -6,7 +6,7 @@ from datetime import datetime
 
 from gatewright.report.loads import Loads
 from gatewright.report.series import Series
-from gatewright.spec.event import DataLoaded, Evaluated, Finding, ModelLoaded, Saved, Start
+from gatewright.spec.event import DataLoaded, Evaluated, Finding, GuardActed, ModelLoaded, RouterHealth, Saved, Start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,10 @@ class Report:
     void_s: float
     """Time in them."""
     loads: Loads | None
+    looks: tuple[RouterHealth, ...]
+    """The router on its probe batch, by step; empty for a dense model."""
+    guard: tuple[GuardActed, ...]
+    """What the router's guard decided, in order."""
     unread: dict[str, int]
     """What in events.jsonl could not be used, in words, and how often."""
     run_file: str | None

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from gatewright.report import facts, units
 from gatewright.report.loads import STARVED, LayerLoad, Loads
+from gatewright.report.router import guard_rows, health_rows
 from gatewright.report.series import Series
 from gatewright.report.summary import Report
 
@@ -37,10 +38,23 @@ def render_text(report: Report) -> RenderableType:
     parts += _model(report)
     if report.loads:
         parts += _routing(report, report.loads)
+    parts += _router(report)
     parts += _checkpoints(report)
     parts += _answers(report)
     parts += _unread(report)
     return Group(*parts)
+
+
+def _router(report: Report) -> list[RenderableType]:
+    if not report.looks:
+        return []
+    table = _table(["", "at step 0", f"at step {units.count(report.looks[-1].step)}"], words=[""])
+    for row in health_rows(report):
+        table.add_row(*row)
+    acts = Table.grid(padding=(0, 2), pad_edge=False)
+    for step, level, action, detail, _ in guard_rows(report):
+        acts.add_row(Text(f"step {step}"), Text(level), Text(action), Text(detail, overflow="fold"))
+    return _section("Router, on a fixed probe", table, acts if report.guard else None)
 
 
 def _section(title: str, *content: RenderableType | None) -> list[RenderableType]:

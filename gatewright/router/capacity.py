@@ -1,8 +1,8 @@
-"""The capacity factor that keeps drops under a bound, from recorded routing: the segments of a document are not
-independent tokens, so long contexts need almost as much room as short ones.
+"""The capacity factor that keeps drops under a bound, from recorded routing.
 
-A capacity pool holds n documents of L tokens. Its share of assignments in group g of G (an expert, or an
-expert-parallel rank) is P_g, and with capacity factor CF every group has room for CF / G:
+The tokens of a document are not independent, so long contexts need almost as much room as short ones. A capacity pool
+holds n documents of L tokens. Its share of assignments in group g of G (an expert, or an expert-parallel rank) is P_g,
+and with capacity factor CF every group has room for CF / G:
 
     E[drop](CF) = Σ_g E (P_g − CF / G)₊
 
@@ -12,7 +12,6 @@ gives (capacity_fit.py); their heavy tails, which a normal distribution lacks, s
 left: the floor, below which no length and no pool helps.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,15 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from gatewright.router.blocks import Ints, RoutingRecord
-from gatewright.router.capacity_fit import SharesByLength, fit_variance
+from gatewright.router.capacity_pools import LayerPools
+from gatewright.router.drop import independent_factor, mean_drop, smallest_factor
 from gatewright.spec.errors import DataError, UserError
 
 Floats = npt.NDArray[np.float64]
 
 LEAST_DOCUMENTS = 20
 """Documents that must reach the length: fewer say too little of how documents differ."""
-DRAWS = 1000
-"""Pools drawn for one estimate."""
+SHORTEST_FIT = 4
+"""Blocks that the documents of a fit must reach: 1, 2 and 4 make three lengths for three unknowns."""
 RESAMPLES = 200
 """Resamples of the documents behind the upper bound."""
 CONFIDENCE = 0.95
@@ -82,7 +82,7 @@ class LayerEstimate:
     factor: float
     """Smallest factor that keeps the expected drop of this layer under the bound."""
     floor: float
-    """The same for an endless pool: no length or pool makes a smaller one enough."""
+    """The same for an endless pool: no length and no pool makes a smaller one enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,40 +103,38 @@ class CapacityEstimate:
     """Longest runs that were seen: `tokens` for a bootstrap, shorter for a fit."""
     independent: float
     """What the same bound asks for if tokens were independent and experts alike: what the usual argument gives."""
+    independent_drop: float
+    """What that factor would drop, in the layer that drops most."""
     layers: tuple[LayerEstimate, ...]
 
 
 def estimate_capacity(record: RoutingRecord, question: Question, *, seed: int = 0) -> CapacityEstimate:
     """The capacity factor for `question`. Raises DataError when the record holds too few long enough documents."""
-    groups = question.groups(record.experts)
-    blocks = _whole_blocks(question.tokens, record.block_tokens)
-    documents = [_grouped(counts, groups) for counts in record.whole_blocks()]
-    long_enough = [counts for counts in documents if len(counts) >= blocks]
-    bootstrap = len(long_enough) >= LEAST_DOCUMENTS
-    used = long_enough if bootstrap else [counts for counts in documents if len(counts) >= _longest_run(documents)]
-    if not bootstrap:
-        _refuse_too_little(documents, question, record.block_tokens)
     draw = np.random.default_rng(seed)
-    layers = [_Layer([counts[:, row] for counts in used], blocks, question) for row in range(len(record.layers))]
-    factors = [layer.factor(draw) for layer in layers]
+    layers = _layers(record, question)
+    factors = [layer.factor(draw, drop=question.drop) for layer in layers]
     worst = int(np.argmax(factors))
     close = [layer for layer, factor in zip(layers, factors, strict=True) if factor >= CLOSE * factors[worst]]
     resampled = []
     for _ in range(RESAMPLES):
-        chosen = draw.integers(len(used), size=len(used))
-        resampled.append(max(layer.resampled_factor(draw, chosen) for layer in close))
+        chosen = draw.integers(layers[0].documents, size=layers[0].documents)
+        resampled.append(max(layer.resampled_factor(draw, chosen, drop=question.drop) for layer in close))
     floors = [smallest_factor(layer.mean_G[None], drop=question.drop) for layer in layers]
+    independent = independent_factor(
+        groups=question.groups(record.experts),
+        assignments=question.tokens * question.pool * record.top_k,
+        drop=question.drop,
+    )
     return CapacityEstimate(
         upper=max(factors[worst], float(np.quantile(resampled, CONFIDENCE))),
         factor=factors[worst],
         floor=max(floors),
         layer=record.layers[worst],
-        method="bootstrap" if bootstrap else "fit",
-        documents=len(used),
+        method="fit" if layers[0].by_length else "bootstrap",
+        documents=layers[0].documents,
         longest_tokens=record.block_tokens * layers[0].blocks,
-        independent=independent_factor(
-            groups=groups, assignments=question.tokens * question.pool * record.top_k, drop=question.drop
-        ),
+        independent=independent,
+        independent_drop=max(layer.drop(draw, factor=independent) for layer in layers),
         layers=tuple(
             LayerEstimate(layer=layer, factor=factor, floor=floor)
             for layer, factor, floor in zip(record.layers, factors, floors, strict=True)
@@ -144,131 +142,40 @@ def estimate_capacity(record: RoutingRecord, question: Question, *, seed: int = 
     )
 
 
-def smallest_factor(loads_RG: Floats, *, drop: float, weights_R: Floats | None = None) -> float:
-    """Smallest CF with mean over pools of Σ_g (load − CF)₊ / G ≤ drop; loads are shares times G (fair is 1).
+def estimate_drop(record: RoutingRecord, question: Question, factor: float, *, seed: int = 0) -> tuple[float, float]:
+    """Mean share dropped with this factor in the layer that drops most, now and with an endless pool.
 
-    The drop is convex and piecewise linear in CF, the largest of the lines (S_i − i·CF) / (R·G) over the i largest
-    loads with sum S_i; so CF is the largest of (S_i − drop·R·G) / i.
+    The question's own bound plays no part. Raises as `estimate_capacity`, and UserError for a factor of 0 or less.
     """
-    pools, groups = loads_RG.shape
-    weights_R = np.full(pools, 1.0 / pools) if weights_R is None else weights_R
-    # The mean load is 1, so no factor under this can do, and smaller loads never exceed the one that does.
-    least = 1.0 - drop
-    heavy = loads_RG > least
-    loads = loads_RG[heavy]
-    mass = np.broadcast_to(weights_R[:, None], loads_RG.shape)[heavy]
-    order = np.argsort(-loads)
-    sums, mass = np.cumsum((loads * mass)[order]), np.cumsum(mass[order])
-    return max(least, float(((sums - drop * groups) / mass).max()))
+    if not factor > 0:
+        raise UserError(f"factor = {factor:g}; wanted more than 0")
+    draw = np.random.default_rng(seed)
+    layers = _layers(record, question)
+    endless = max(mean_drop(layer.mean_G[None], factor) for layer in layers)
+    return max(layer.drop(draw, factor=factor) for layer in layers), endless
 
 
-def independent_factor(*, groups: int, assignments: int, drop: float) -> float:
-    """The factor if all assignments were independent and every group as likely as another.
-
-    Normal approximation, G s [φ(z) − z (1 − Φ(z))] ≤ drop with s² = (1 − 1/G) / (G·N) and z = (CF − 1) / (G·s).
-    """
-    spread = math.sqrt((1.0 - 1.0 / groups) / groups / assignments)
-
-    def dropped(factor: float) -> float:
-        z = (factor - 1.0) / groups / max(spread, 1e-12)
-        density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-        return groups * spread * (density - z * 0.5 * math.erfc(z / math.sqrt(2.0)))
-
-    low, high = 0.0, float(groups)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if dropped(middle) <= drop else (middle, high)
-    return high
-
-
-def drop_share(counts_RG: Ints, factor: float) -> Floats:
-    """[R] share of each pool's assignments that exceed a capacity of ⌈factor × assignments / G⌉ a group."""
-    assignments = counts_RG.sum(axis=1)
-    room = np.ceil(factor * assignments / counts_RG.shape[1])
-    over: Floats = np.clip(counts_RG - room[:, None], 0, None).sum(axis=1) / assignments
-    return over
-
-
-# --- one layer ------------------------------------------------------------------------------------------------------
-
-
-class _Layer:
-    """A layer's runs of consecutive blocks; every document, and every run in it, is as likely as another.
-
-    N runs in D documents, R pools drawn.
-    """
-
-    def __init__(self, documents: Sequence[Ints], blocks: int, question: Question) -> None:
-        """documents: counts [blocks, G] each. Where one is shorter than `blocks`, the longest runs of all serve."""
-        self.question = question
-        self.wanted = blocks
-        self.blocks = min(blocks, min(len(counts) for counts in documents))
-        runs = [_runs(counts, self.blocks) for counts in documents]
-        self.loads_NG = np.concatenate(runs)
-        self.mean_DG = np.stack([run.mean(axis=0) for run in runs])
-        self.sizes_D = np.array([len(run) for run in runs])
-        self.starts_D = np.cumsum(self.sizes_D) - self.sizes_D
-        self.by_length = SharesByLength(documents) if self.blocks < blocks else None
-
-    @property
-    def mean_G(self) -> Floats:
-        mean: Floats = self.mean_DG.mean(axis=0)
-        return mean
-
-    def factor(self, draw: np.random.Generator) -> float:
-        """From all runs where one is a pool; from drawn pools otherwise."""
-        everyone = np.arange(len(self.sizes_D))
-        if self.question.pool > 1:
-            return self.resampled_factor(draw, everyone)
-        weights_N = np.repeat(1.0 / self.sizes_D / len(self.sizes_D), self.sizes_D)
-        return smallest_factor(self._shrunk(self.loads_NG, everyone), drop=self.question.drop, weights_R=weights_N)
-
-    def resampled_factor(self, draw: np.random.Generator, chosen: Ints) -> float:
-        """From pools of the documents with the numbers `chosen`, some of them perhaps twice."""
-        pool = self.question.pool
-        document = chosen[draw.integers(len(chosen), size=(DRAWS, pool))]
-        run = self.starts_D[document] + (draw.random((DRAWS, pool)) * self.sizes_D[document]).astype(int)
-        loads_RG = np.zeros((DRAWS, self.loads_NG.shape[1]))
-        for column in range(pool):
-            loads_RG += self.loads_NG[run[:, column]]
-        return smallest_factor(self._shrunk(loads_RG / pool, chosen), drop=self.question.drop)
-
-    def _shrunk(self, loads_RG: Floats, chosen: Ints) -> Floats:
-        """The loads as they would be in runs of the wanted length."""
-        if self.by_length is None:
-            return loads_RG
-        fitted = fit_variance(*self.by_length.variances(chosen))
-        here = fitted(self.blocks)
-        scale = math.sqrt(fitted(self.wanted) / here) if here else 1.0
-        mean_G = self.mean_DG[chosen].mean(axis=0)
-        shrunk: Floats = mean_G + scale * (loads_RG - mean_G)
-        return shrunk
-
-
-def _runs(counts_BG: Ints, blocks: int) -> Floats:
-    """Loads [runs, G] of all runs of so many consecutive blocks; a load is a share times G."""
-    sums = np.concatenate([np.zeros((1, counts_BG.shape[1]), np.int64), counts_BG.cumsum(axis=0, dtype=np.int64)])
-    runs = sums[blocks:] - sums[:-blocks]
-    loads: Floats = runs * (counts_BG.shape[1] / runs.sum(axis=1, keepdims=True))
-    return loads
-
-
-# --- what a record can answer ---------------------------------------------------------------------------------------
-
-
-def _grouped(counts_BLE: Ints, groups: int) -> Ints:
-    """[B, L, G]: the experts of each group together, in their order."""
-    blocks, layers, experts = counts_BLE.shape
-    grouped: Ints = counts_BLE.reshape(blocks, layers, groups, experts // groups).sum(axis=3)
-    return grouped
-
-
-def _whole_blocks(tokens: int, block_tokens: int) -> int:
-    if tokens < block_tokens:
+def _layers(record: RoutingRecord, question: Question) -> list[LayerPools]:
+    """Each layer's runs, from the documents that are long enough, or else from the longest of them."""
+    groups = question.groups(record.experts)
+    if question.tokens < record.block_tokens:
         raise UserError(
-            f"tokens = {tokens}: routing was recorded in blocks of {block_tokens} tokens; ask for that or more"
+            f"tokens = {question.tokens}: routing was recorded in blocks of {record.block_tokens}; wanted as many"
         )
-    return round(tokens / block_tokens)
+    # Rounded down: a shorter run varies more, so the answer errs on the side of room.
+    blocks = question.tokens // record.block_tokens
+    documents = [_grouped(counts, groups) for counts in record.whole_blocks()]
+    used = [counts for counts in documents if len(counts) >= blocks]
+    if len(used) < LEAST_DOCUMENTS:
+        longest = _longest_run(documents)
+        if longest < SHORTEST_FIT:
+            raise DataError(
+                f"too few documents: {len(used)} of {record.documents} have {question.tokens:,} tokens, and fewer than "
+                f"{LEAST_DOCUMENTS} have {SHORTEST_FIT * record.block_tokens:,}, the least that a fit needs; measure "
+                "more with `gatewright router measure RUN.yaml --documents N`, or ask for shorter ones"
+            )
+        used = [counts for counts in documents if len(counts) >= longest]
+    return [LayerPools([counts[:, row] for counts in used], blocks, question.pool) for row in range(len(record.layers))]
 
 
 def _longest_run(documents: Sequence[Ints]) -> int:
@@ -277,12 +184,8 @@ def _longest_run(documents: Sequence[Ints]) -> int:
     return lengths[LEAST_DOCUMENTS - 1] if len(lengths) >= LEAST_DOCUMENTS else 0
 
 
-def _refuse_too_little(documents: Sequence[Ints], question: Question, block_tokens: int) -> None:
-    longest = _longest_run(documents)
-    if longest < 4:
-        reach = sum(len(counts) * block_tokens >= question.tokens for counts in documents)
-        raise DataError(
-            f"too few documents: {reach} of {len(documents)} have {question.tokens:,} tokens, and fewer than "
-            f"{LEAST_DOCUMENTS} have {4 * block_tokens:,}, the least that a fit needs; measure more with "
-            "`gatewright router measure RUN.yaml --documents N`, or ask for shorter ones"
-        )
+def _grouped(counts_BLE: Ints, groups: int) -> Ints:
+    """[B, L, G]: the experts of each group together, in their order."""
+    blocks, layers, experts = counts_BLE.shape
+    grouped: Ints = counts_BLE.reshape(blocks, layers, groups, experts // groups).sum(axis=3)
+    return grouped

@@ -98,6 +98,8 @@ class StepDone:
     """Mean over layers of E·Σ f·P (1 when balanced), before its weight; None where it is not computed."""
     z_loss: float | None = None
     """Mean over layers and tokens of logsumexp(logits)², before its weight; None where it is not computed."""
+    data_step: int | None = None
+    """Whose data it took, counted from 0: step - 1, more after a rollback that skipped some."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
 
@@ -190,11 +192,60 @@ class Finding:
 class Stop:
     step: int
     reason: str
-    """finished, interrupted or failed."""
+    """finished, interrupted (saved, and may go on), hopeless (the gate said no) or failed."""
     detail: str
 
 
-Event = Start | ModelLoaded | DataLoaded | StepDone | Evaluated | Saved | RouterHealth | GuardActed | Finding | Stop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeProved:
+    """A checkpoint was loaded, and the moment it was made was computed again."""
+
+    step: int
+    loss_then: float
+    """Of the last step's first micro-batch, by the weights that were saved."""
+    loss_now: float
+    tolerance: float
+    """Largest relative difference that was allowed."""
+    lr_then: float
+    lr_now: float
+    same_data: bool
+    """The last step's tokens and labels are those it was trained on."""
+    same_rng: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateChecked:
+    """The end of the run was predicted, and compared with the time that its links have."""
+
+    step: int
+    steps: int
+    step_s: float
+    """Median of this process's steps after the first five."""
+    evaluate_s: float
+    save_s: float
+    """The last evaluation and the longest save; 0 where there was none."""
+    needed_s: float
+    left_s: float
+    """This link's rest, and what the links that may follow have between their start and their last save."""
+    link_s: float
+    """What one further link has."""
+    hopeless: bool
+
+
+Event = (
+    Start
+    | ModelLoaded
+    | DataLoaded
+    | StepDone
+    | Evaluated
+    | Saved
+    | RouterHealth
+    | GuardActed
+    | Finding
+    | ResumeProved
+    | GateChecked
+    | Stop
+)
 
 KINDS: dict[str, type[Event]] = {
     "start": Start,
@@ -206,5 +257,7 @@ KINDS: dict[str, type[Event]] = {
     "router_health": RouterHealth,
     "guard": GuardActed,
     "finding": Finding,
+    "resume": ResumeProved,
+    "gate": GateChecked,
     "stop": Stop,
 }

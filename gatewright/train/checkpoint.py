@@ -127,10 +127,21 @@ def prune(root: Path, *, keep: int, spare: Collection[Path]) -> None:
     spared = {path.resolve() for path in spare}
     for old in complete(root)[:-keep]:
         if old.path.resolve() not in spared:
-            # Renamed first, so that a kill in the middle of the removal leaves nothing that looks complete.
-            doomed = root / f"{PARTIAL}old-{old.path.name}"
-            os.rename(old.path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(root, old.path)
+
+
+def discard_after(root: Path, step: int) -> None:
+    """Removes complete checkpoints of more than `step` steps: a rollback undid what they hold."""
+    for undone in complete(root):
+        if undone.step > step:
+            _remove(root, undone.path)
+
+
+def _remove(root: Path, path: Path) -> None:
+    # Renamed first, so that a kill in the middle of the removal leaves nothing that looks complete.
+    doomed = root / f"{PARTIAL}old-{path.name}"
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _make_room(partial: Path) -> str | None:

@@ -1,7 +1,17 @@
 """What a person sees of a run: what will happen before step 1, then one line a step in fixed columns."""
 
 from gatewright.router.load import worst_load
-from gatewright.spec.event import DataLoaded, Evaluated, Event, Finding, GuardActed, ModelLoaded, StepDone
+from gatewright.spec.event import (
+    DataLoaded,
+    Evaluated,
+    Event,
+    Finding,
+    GateChecked,
+    GuardActed,
+    ModelLoaded,
+    ResumeProved,
+    StepDone,
+)
 
 
 def announcement(event: Event) -> list[str]:
@@ -15,8 +25,29 @@ def announcement(event: Event) -> list[str]:
             return [f"guard     {event.level} at step {event.step}: {event.action} ({event.detail})", *event.reasons]
         case ModelLoaded():
             return model_lines(event)
+        case ResumeProved():
+            return [resume_line(event)]
+        case GateChecked():
+            return [gate_line(event)]
         case _:
             return []
+
+
+def resume_line(proved: ResumeProved) -> str:
+    """E.g. `resume    proved: the loss after step 40 is 1.234567 again; same data and learning rate`, and so on."""
+    again = "again" if proved.loss_now == proved.loss_then else f"(was {proved.loss_then:.6f})"
+    same = "same data and learning rate"
+    same += ", same random numbers" if proved.same_rng else ", other random numbers"
+    return f"resume    proved: the loss after step {proved.step} is {proved.loss_now:.6f} {again}; {same}"
+
+
+def gate_line(gate: GateChecked) -> str:
+    """E.g. `gate      step 25: 1.20 s a step; 39:30 needed, 4:00:00 left: on time`."""
+    verdict = "hopeless" if gate.hopeless else "on time"
+    return (
+        f"gate      step {gate.step}: {gate.step_s:.3g} s a step; {clock(gate.needed_s)} needed, {clock(gate.left_s)} "
+        f"left: {verdict}"
+    )
 
 
 def data_line(data: DataLoaded) -> str:

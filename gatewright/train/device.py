@@ -39,6 +39,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """State of the random numbers on the CPU and on the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_rng_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    """Puts back what `rng_state` gave."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides a run's numbers."""
     packages = {name: metadata.version(name) for name in ("torch", "transformers", "peft")}

@@ -1,7 +1,7 @@
 """Held-out loss, and answers by greedy decoding compared with the answers in the data."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gatewright.data.loader import Loader
 from gatewright.data.view import DocumentView
-from gatewright.model import attention
+from gatewright.model import attention, per_document
 from gatewright.model.head import Head
 from gatewright.parallel.ranks import Ranks
 from gatewright.spec.event import Evaluated
@@ -43,20 +43,26 @@ def evaluate(
     loss_chunk_tokens: int,
     device: torch.device,
     ranks: Ranks,
-) -> Evaluated:
+    stopping: Callable[[], bool] = lambda: False,
+) -> Evaluated | None:
     """Mean loss over all held-out target tokens, and how many of `questions` are answered word for word.
 
     Ranks share the documents; the questions every rank answers, since some of the model may lie on the others.
+    None where `stopping`, asked before every batch and every group of answers, said yes: half of it says nothing.
     """
     began = time.perf_counter()
     model.eval()
     loss_sum, target_tokens = 0.0, 0
     for batch in loader.whole():
+        if stopping():
+            return None
         batch = batch.to(device)
         hidden_TH = hidden_states(model, batch)
         loss_sum += token_loss_sum(hidden_TH, head, batch.labels_T, chunk_tokens=loss_chunk_tokens).item()
         target_tokens += batch.target_tokens
     loss_sum, target_tokens = ranks.sum(torch.tensor([loss_sum, target_tokens], dtype=torch.float64)).tolist()
+    if stopping():
+        return None
     answers = answer(
         model, tokenizer, questions, max_new_tokens=max_new_tokens, device=device, together=not ranks.alone
     )
@@ -111,11 +117,12 @@ def answer(
         return []
     stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
     answers = [""] * len(questions)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    rows_at_once = ROWS_AT_ONCE if per_document.takes_padding(model, device) else 1
     # The last position is a slice of the prompt: left as it is, torch would copy the head's weight once a row.
     whole = model.get_output_embeddings().register_forward_pre_hook(lambda head, inputs: (inputs[0].contiguous(),))
     try:
-        for rows in _groups([len(q.prompt) for q in questions]):
+        for rows in _groups([len(q.prompt) for q in questions], rows_at_once):
             longest = max(len(questions[i].prompt) for i in rows)
             padding = [longest - len(questions[i].prompt) for i in rows]
             prompts = [[stops[0]] * pad + questions[i].prompt for i, pad in zip(rows, padding, strict=True)]
@@ -138,11 +145,11 @@ def answer(
     return answers
 
 
-def _groups(lengths: list[int]) -> Iterator[list[int]]:
+def _groups(lengths: list[int], rows_at_once: int) -> Iterator[list[int]]:
     """Rows to decode together: of like length, shortest first, within the two limits."""
     group: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if group and (len(group) == ROWS_AT_ONCE or (len(group) + 1) * lengths[row] > PROMPT_TOKENS_AT_ONCE):
+        if group and (len(group) == rows_at_once or (len(group) + 1) * lengths[row] > PROMPT_TOKENS_AT_ONCE):
             yield group
             group = []
         group.append(row)

@@ -20,6 +20,7 @@ def model_inputs(batch: Batch) -> dict[str, object]:
     """The keyword arguments of a transformers forward that carry one micro-batch as a single row of T tokens.
 
     `use_cache=False` matters: with a cache, transformers 5.24 takes packed positions for one long sequence.
+    `document_lengths` is ours: what runs one document at a time need not ask the device for the boundaries.
     """
     longest = max(batch.lengths)
     return {
@@ -29,5 +30,6 @@ def model_inputs(batch: Batch) -> dict[str, object]:
         "cu_seq_lens_k": batch.cu_seqlens_S1,
         "max_length_q": longest,
         "max_length_k": longest,
+        "document_lengths": batch.lengths,
         "use_cache": False,
     }

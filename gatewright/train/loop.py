@@ -16,35 +16,51 @@ from safetensors.torch import save_file
 from gatewright.data.batch import Batch
 from gatewright.model.adapter_files import save_adapter
 from gatewright.model.coverage import write_coverage
+<<<<<<< HEAD
 from gatewright.parallel.collect import whole_adapters, whole_state
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
+=======
+from gatewright.model.subset import never_routed_text
+>>>>>>> main
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
+<<<<<<< HEAD
 from gatewright.train.device import device_name, peak_memory_bytes, pick_device, versions
+=======
+from gatewright.train.deadline import Deadline
+from gatewright.train.device import device_name, peak_memory_bytes, rng_state, set_rng_state, versions
+>>>>>>> main
 from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
+from gatewright.train.gate import GateKeeper
 from gatewright.train.optim import learning_rate
+<<<<<<< HEAD
 from gatewright.train.prove_adapter import prove_reload, prove_written
+=======
+from gatewright.train.prove_adapter import prove_reload
+from gatewright.train.resume import prove_resume, take_proof
+>>>>>>> main
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
 from gatewright.train.step import train_step
-from gatewright.train.stop import StopRequest, listen
+from gatewright.train.stop import GATE, Interrupted, StopRequest, listen
 from gatewright.train.track import Tracker, open_trackers
 
-FINISHED, INTERRUPTED = 0, 130
+FINISHED, HOPELESS, SAVED, INTERRUPTED = 0, 3, 85, 130
 
 
 def train(run: Run, *, console: Console) -> int:
     """Trains `run` to its end, going on from its newest sound checkpoint, and returns the exit code.
 
-    0: finished, now or earlier. 130: asked to stop; saved first. Errors of the run are raised, after their event.
+    0: finished, now or earlier. Saved first: 85 when its time was up or it was asked to stop, 130 after Ctrl-C, 3 when
+    it cannot finish in the time it has. Errors of the run are raised, after their event.
     """
     findings = refuse_unsupported(run)
     place = find_place()
@@ -77,6 +93,7 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
         announce = "stopping after this step; the run will be saved (Ctrl-C again stops at once)"
         step_reached = newest.step if newest else 0
         try:
+<<<<<<< HEAD
             with listen(announce, say=say) as stop:
                 trainer = set_up(run, log=log, ranks=ranks)
                 if ranks.first:
@@ -85,6 +102,15 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if not ranks.alone:
                     say(f"layout    {ranks.layout.describe()}")
+=======
+            with listen(announce, say=say, deadline=Deadline.from_environment()) as stop:
+                trainer = set_up(run, log=log)
+                write_coverage(trainer.coverage, folder)
+                progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
+                log(_start(run, trainer, resumed_step=newest.step if newest else None))
+                if proved := prove_resume(trainer, run, progress):
+                    log(proved)
+>>>>>>> main
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
                 trackers = open_trackers(run, folder) if ranks.first else []
@@ -99,10 +125,13 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
             events.write(Stop(step=step_reached, reason=reason, detail=str(error)))
             raise
         if progress.step < progress.steps:
-            events.write(Stop(step=progress.step, reason="interrupted", detail=stop.signal or ""))
+            hopeless = stop.reason == GATE
+            events.write(
+                Stop(step=progress.step, reason="hopeless" if hopeless else "interrupted", detail=stop.reason or "")
+            )
             where = f"saved after step {progress.step}/{progress.steps}" if progress.step else "no step was made"
-            say(f"{where}; start the same command again to go on")
-            return INTERRUPTED
+            say(f"{where} ({stop.reason}); start the same command again to go on")
+            return HOPELESS if hopeless else INTERRUPTED if stop.reason == "SIGINT" else SAVED
         events.write(Stop(step=progress.step, reason="finished", detail=""))
         say(f"finished: {progress.step} steps, {progress.tokens:,} tokens; results in {output_folder(run)}")
         return FINISHED
@@ -126,18 +155,24 @@ def _steps(
     """The optimizer steps that are left, with their evaluations and saves."""
     recent_step_s: deque[float] = deque(maxlen=20)
     before: Evaluated | None = None
-    if progress.step == 0 and trainer.held_out:
-        before = _evaluate(run, trainer, 0, before=None, log=log, say=say, trackers=trackers)
+    gate, saved_step = GateKeeper(run, stop.deadline, steps=trainer.steps), progress.step
+    if progress.step == 0 and trainer.held_out and not stop.poll():
+        before = _evaluate(run, trainer, 0, stop, before=None, log=log, say=say, trackers=trackers)
 
     if progress.step == 0 and trainer.router:
         log(trainer.router.first)
         if "rollback" in run.router.guard.action:
-            _save(run, folder, trainer, progress, log=log)
+            _save(run, folder, trainer, progress, stop, log=log)
 
+<<<<<<< HEAD
     ranks, stopping = trainer.ranks, trainer.ranks.any(bool(stop))
     while progress.step < trainer.steps and not stopping:
         index, began = progress.step, time.perf_counter()
         ranks.mark(index + 1)
+=======
+    while progress.step < trainer.steps and not stop.poll():
+        index, began, random = progress.step, time.perf_counter(), rng_state(trainer.device)
+>>>>>>> main
         batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
@@ -147,13 +182,18 @@ def _steps(
                 trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches,
                 lr=lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
                 router=trainer.router.loss if trainer.router else None, router_scale=router_scale,
+                before_each=stop.in_step,
             )  # fmt: skip
+        except Interrupted:
+            set_rng_state(random, trainer.device)
+            break
         except Diverged as error:
             raise Diverged(_explain_divergence(error, folder, batches, step=index + 1, ranks=ranks)) from None
         step_s = time.perf_counter() - began
         stopping = ranks.any(bool(stop))
 
         recent_step_s.append(step_s)
+        stop.deadline.step_took(step_s)
         done = StepDone(
             step=index + 1,
             loss=result.loss,
@@ -171,6 +211,7 @@ def _steps(
             dropped_tokens=0 if result.dropped is None else int(result.dropped.sum()),
             expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
             dropped_by_layer=[] if result.dropped is None else result.dropped.tolist(),
+            data_step=index + progress.skipped_steps,
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
             router_lr=lr * router_scale if router_scale else None,
@@ -195,26 +236,50 @@ def _steps(
             if health:
                 log(health)
             if acted:
-                progress, rolled_back = _act(run, folder, trainer, progress, acted, log=log)
+                progress, rolled_back = _act(run, folder, trainer, progress, stop, acted, log=log)
                 if rolled_back:
                     continue
 
         last, every = done.step == trainer.steps, run.evaluate.every_steps if run.evaluate else None
         evaluated = None
         if trainer.held_out and (last or (every and done.step % every == 0)):
-            evaluated = _evaluate(run, trainer, done.step, before=before, log=log, say=say, trackers=trackers)
-            if progress.best_loss is None or evaluated.loss < progress.best_loss:
-                progress = replace(progress, best_loss=evaluated.loss, best_step=done.step)
+            evaluated = _evaluate(run, trainer, done.step, stop, before=before, log=log, say=say, trackers=trackers)
+        if evaluated is not None and (progress.best_loss is None or evaluated.loss < progress.best_loss):
+            progress = replace(progress, best_loss=evaluated.loss, best_step=done.step)
         best = evaluated is not None and progress.best_step == done.step
+<<<<<<< HEAD
         if last or best or stopping or done.step % run.train.save_every_steps == 0:
+=======
+        at_gate = gate.stands_before(done.step, step_s=step_s)
+        if last or best or at_gate or done.step % run.train.save_every_steps == 0:
+>>>>>>> main
             if last:
                 _write_output(run, trainer)
-            _save(run, folder, trainer, progress, log=log)
+                if silent := trainer.router.silent_experts() if trainer.router and run.adapter else {}:
+                    log(Finding(severity="warning", text=never_routed_text(silent)))
+            _save(run, folder, trainer, progress, stop, log=log)
+            saved_step = done.step
+        if at_gate and _is_hopeless(gate, done.step, log=log):
+            stop.reason = GATE
+    if progress.step != saved_step:
+        _save(run, folder, trainer, progress, stop, log=log)
     return progress
 
 
-def _save(run: Run, folder: Path, trainer: Trainer, progress: Progress, *, log: Callable[[Event], None]) -> None:
+def _is_hopeless(gate: GateKeeper, step: int, *, log: Callable[[Event], None]) -> bool:
+    """Asks the gate, just after a save, so that one has been measured."""
+    checked = gate.ask(step)
+    log(checked)
+    if finding := gate.sparse_saves(checked):
+        log(finding)
+    return checked.hopeless
+
+
+def _save(
+    run: Run, folder: Path, trainer: Trainer, progress: Progress, stop: StopRequest, *, log: Callable[[Event], None]
+) -> None:
     began, root = time.perf_counter(), folder / "checkpoints"
+    progress = replace(progress, proof=take_proof(trainer, run, progress))
     saved = checkpoint.save(
         root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress),
         ranks=trainer.ranks,
@@ -227,11 +292,19 @@ def _save(run: Run, folder: Path, trainer: Trainer, progress: Progress, *, log: 
     if trainer.ranks.first:
         checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
     seconds = time.perf_counter() - began
+    stop.deadline.save_took(seconds)
     log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=best == saved.path))
 
 
 def _act(
-    run: Run, folder: Path, trainer: Trainer, progress: Progress, acted: GuardActed, *, log: Callable[[Event], None]
+    run: Run,
+    folder: Path,
+    trainer: Trainer,
+    progress: Progress,
+    stop: StopRequest,
+    acted: GuardActed,
+    *,
+    log: Callable[[Event], None],
 ) -> tuple[Progress, bool]:
     """Carries out what the guard decided, as far as the router alone cannot, and logs it.
 
@@ -260,20 +333,28 @@ def _act(
     skipped = progress.skipped_steps
     if run.router.guard.after_rollback == "skip":
         skipped += progress.step - then.step
-    return replace(then, skipped_steps=skipped), True
+    progress = replace(then, skipped_steps=skipped)
+    # What was undone must not be what a restart finds newest, and it must find what the guard remembers.
+    checkpoint.discard_after(folder / "checkpoints", then.step)
+    _save(run, folder, trainer, progress, stop, log=log)
+    return progress, True
 
 
 def _evaluate(
     run: Run,
     trainer: Trainer,
     step: int,
+    stop: StopRequest,
     *,
     before: Evaluated | None,
     log: Callable[[Event], None],
     say: Callable[[str], None],
     trackers: list[Tracker],
-) -> Evaluated:
-    """Held-out loss now; the greedy answers only before the first and after the last step, since they are slow."""
+) -> Evaluated | None:
+    """Held-out loss now; the greedy answers only before the first and after the last step, since they are slow.
+
+    None when the run was asked to stop meanwhile.
+    """
     assert run.evaluate and trainer.held_out
     done = evaluate(
         trainer.model,
@@ -285,8 +366,15 @@ def _evaluate(
         max_new_tokens=run.evaluate.max_new_tokens,
         loss_chunk_tokens=run.train.loss_chunk_tokens,
         device=trainer.device,
+<<<<<<< HEAD
         ranks=trainer.ranks,
+=======
+        stopping=stop.poll_alone,
+>>>>>>> main
     )
+    if done is None:
+        return None
+    stop.deadline.evaluation_took(done.seconds)
     log(done)
     say(evaluation_line(done, before=before))
     _track(trackers, {"held_out_loss": done.loss}, step)

@@ -94,5 +94,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, parameters: Named, tenso
         is_number = tensor.dtype == torch.float64 and tensor.dim() == 0
         states[name][key] = int(tensor.item()) if is_number else tensor.to(parameters[name].device, copy=True)
     for name, parameter in parameters.items():
+        optimizer.state.pop(parameter, None)
         if states[name]:
             optimizer.state[parameter] = states[name]

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from gatewright.data.loader import Loader
 from gatewright.model.experts import find_experts
 from gatewright.model.routing import RouterWatch, find_routers
+from gatewright.model.subset import never_routed
 from gatewright.router.guard import GuardState, decide, due, in_force, remember, state_from_json, state_to_json
 from gatewright.router.verdict import judge
 from gatewright.spec.event import GuardActed, RouterHealth
@@ -19,6 +20,7 @@ from gatewright.train.router_look import COST, first_look, look, probe_batches
 from gatewright.train.router_loss import RouterLoss
 
 SHARE = "router/share"
+ROUTED = "router/routed"
 BIAS = "router/bias/"
 
 
@@ -42,6 +44,8 @@ class RouterControl:
         # The guard may freeze and thaw what trained at step 0, and nothing else.
         self._trained = [p for p in self.parameters.values() if p.requires_grad]
         self._untrained = [p.detach().clone() for p in self._trained]
+        self.routed_LE = torch.zeros_like(self.reference.counts_LE)
+        """Assignments over the whole run."""
         self._take_effect()
 
     def _tokens_between_looks(self) -> int:
@@ -69,6 +73,7 @@ class RouterControl:
         Returns the look, and what the guard decided; in force already, save `rollback`, `reset` and `stop`.
         """
         self._move_bias(counts_LE)
+        self.routed_LE = self.routed_LE + counts_LE
         if not due(self.settings.guard, step=step):
             return None, None
         health = look(self.model, self.watch, self.probe, self.reference, step=step)
@@ -85,6 +90,10 @@ class RouterControl:
         acted, self.guard = decide(self.settings, self.guard, verdict)
         self._take_effect()
         return health, acted
+
+    def silent_experts(self) -> dict[int, list[int]]:
+        """Layer -> experts that never got a token in this run."""
+        return never_routed(self.routed_LE.tolist(), [router.layer for router in self.routers])
 
     def remember(self, guard: GuardState) -> None:
         """What the guard knew before a rollback: the weights go back, its actions stay done."""
@@ -121,6 +130,7 @@ class RouterControl:
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
         found = {f"{BIAS}{r.layer}": r.bias_E.detach().cpu() for r in self.routers if r.bias_E is not None}
+        found[ROUTED] = self.routed_LE
         if self.loss.share_LE is not None:
             found[SHARE] = self.loss.share_LE.cpu()
         return found
@@ -128,6 +138,7 @@ class RouterControl:
     def restore(self, tensors: dict[str, Tensor], guard: dict[str, Any]) -> None:
         """Takes up the state that `tensors` and `guard_json` gave."""
         self.loss.share_LE = tensors.get(SHARE)
+        self.routed_LE = tensors[ROUTED]
         for router in self.routers:
             if router.bias_E is not None:
                 router.bias_E.data.copy_(tensors[f"{BIAS}{router.layer}"])

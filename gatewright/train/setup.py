@@ -193,9 +193,15 @@ def _prepare_model(
         note=lambda text: log(Finding(severity="note", text=text)),
         divide=divider(ranks),
     )
+<<<<<<< HEAD
     settle(model, ranks)
     spread = divided_stacks(model, ranks)
     base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
+=======
+    if not find_experts(model):
+        _refuse_router_settings(run, model)
+    base_parameters = sum(p.numel() for p in model.parameters())
+>>>>>>> main
     refuse_nan(model, source=run.model.path)
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
     spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
@@ -248,17 +254,25 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
             load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
+def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
+    """Raises RunFileError for settings of a router that this dense model does not have."""
+    router = run.router
+    asked = {
+        "train": router.train, "balance": router.balance, "z": router.z, "bias_rate": router.bias_rate,
+        "capacity": router.capacity != "dropless", "guard.action": router.guard.action,
+    }  # fmt: skip
+    if keys := [f"router.{key}" for key, value in asked.items() if value]:
+        raise RunFileError(
+            f"{', '.join(keys)}: {type(model).__name__} is a dense model and has no router; leave it out"
+        )
+
+
 def _prepare_router(
     run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> RouterControl | None:
-    """None for a dense model. Raises RunFileError for router settings that a dense model cannot have."""
+    """None for a dense model."""
     settings = run.router
     if not find_experts(model):
-        asked = [key for key in ("train", "balance", "z", "bias_rate") if getattr(settings, key)]
-        asked += ["capacity"] * (settings.capacity != "dropless") + ["guard.action"] * bool(settings.guard.action)
-        if asked:
-            keys = ", ".join(f"router.{key}" for key in asked)
-            raise RunFileError(f"{keys}: {type(model).__name__} is a dense model and has no router; leave it out")
         return None
     control = RouterControl(run, model, loader.every_rank(), device=ranks.device)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1

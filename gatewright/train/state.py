@@ -36,6 +36,8 @@ class Progress:
     """Steps of data that a rollback left out: step s takes the data of step s + skipped_steps."""
     guard: dict[str, Any] | None = None
     """What the guard of the router remembers; None for a dense model."""
+    proof: dict[str, Any] | None = None
+    """The moment it was saved, for the proof of a resume (train/resume.py)."""
 
 
 def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress) -> None:

@@ -52,13 +52,15 @@ def train_step(
     loss_chunk_tokens: int,
     router: RouterLoss | None = None,
     router_scale: float = 1.0,
+    before_each: Callable[[], object] | None = None,
 ) -> StepResult:
     """Runs the micro-batches forward and backward, clips, and updates the weights.
 
     The loss is the sum over target tokens of all micro-batches divided by their number, so neither the number of
     micro-batches nor what shares one with what changes it. `router`: losses of the router's own, beside it;
-    `router_scale`: the router's learning rate over `lr`. Raises Diverged, before the update, when the loss or the
-    gradient norm is not finite.
+    `router_scale`: the router's learning rate over `lr`. `before_each`: called before each micro-batch; what it raises
+    ends the step, the weights unchanged. Raises Diverged, before the update, when the loss or the gradient norm is not
+    finite.
     """
     clock = stopwatch(batches[0].tokens_T.device)
     ranks = gradients.ranks
@@ -75,8 +77,15 @@ def train_step(
     model.train()
     gradients.clear()
     if router is not None and router.on:
+<<<<<<< HEAD
         router.begin_step(step_tokens=tokens)
     for number, batch in enumerate(batches, start=1):
+=======
+        router.begin_step(step_tokens=sum(batch.tokens for batch in batches))
+    for batch in batches:
+        if before_each is not None:
+            before_each()
+>>>>>>> main
         started = clock()
         if router is not None and router.on:
             router.begin(batch)

@@ -13,8 +13,9 @@ from tree import PACKAGE, ROOT, readme_with, render_tree
 from gatewright import __version__
 from gatewright.cli import EXTRAS, app
 
-VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor"} | {
+VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor", "probe"} | {
     *("submit", "status", "list", "logs", "cancel", "cluster show"),
+    *("router measure", "router capacity", "router placement"),
 }
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
 

@@ -6,15 +6,25 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from gatewright.data.batch import Batch
 from gatewright.model.adapter_files import adapter_entries
 from gatewright.model.adapters import add_adapters
 from gatewright.model.attention import choose_kernel
 from gatewright.model.load import load_model
 from gatewright.spec import run as spec
+from gatewright.train.forward import model_inputs
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(7))
-ONE_DOCUMENT = {"cu_seq_lens_q": torch.tensor([0, 40], dtype=torch.int32), "max_length_q": 40, "use_cache": False}
+BATCH = Batch(
+    tokens_T=TOKENS[0],
+    labels_T=TOKENS[0],
+    positions_T=torch.arange(40),
+    cu_seqlens_S1=torch.tensor([0, 40], dtype=torch.int32),
+    lengths=(40,),
+    documents=(0,),
+)
+ONE_DOCUMENT = {name: value for name, value in model_inputs(BATCH).items() if name != "input_ids"}
 
 
 def load(folder: Path, dtype: str = "float32") -> PreTrainedModel:

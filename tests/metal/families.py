@@ -207,11 +207,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def save_family(name: str, folder: Path, *, seed: int = 0) -> Path:
+def save_family(name: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
     """Writes a random float32 model of the family: routers, norms and biases random enough to matter."""
     family = FAMILIES[name]
     model_type = family.model_type or name
-    config = AutoConfig.for_model(model_type, **SIZES | family.config)
+    config = AutoConfig.for_model(model_type, **SIZES | family.config | changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -131,7 +131,9 @@ def test_a_weight_that_trains_in_full_is_held_in_float32(tmp_path: Path) -> None
 def test_experts_without_a_pair_are_zero_in_the_file_and_stay_as_they_are(tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     adapter = spec.Adapter(
-        rank=3, targets=["experts"], experts={"layers": [{"layer": 1, "experts": [0, 5]}, {"layer": 2, "experts": [1, 2, 7]}]}
+        rank=3,
+        targets=["experts"],
+        experts={"layers": [{"layer": 1, "experts": [0, 5]}, {"layer": 2, "experts": [1, 2, 7]}]},
     )
     chosen = {1: [0, 5], 2: [1, 2, 7]}
     ours = adapted(folder, adapter, chosen=chosen)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from gatewright.model.attention import choose_kernel
-from gatewright.model.fp8 import Fp8Format, Fp8Weight, fp8_weight
+from gatewright.model.fp8 import Fp8Weight, fp8_weight
 from gatewright.model.load import load_model
 from gatewright.model.quantized import QuantizedWeight, quantized_names, weight_bytes
 from gatewright.model.quantized_load import Quantize
@@ -78,7 +78,7 @@ def test_blocks_that_do_not_divide_the_shape() -> None:
     torch.manual_seed(0)
     codes = torch.randn(2, 10, 13).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 3, 4) + 0.5
-    weight = fp8_weight(codes, scale, form=Fp8Format("fp8", (4, 4)), name="w")
+    weight = fp8_weight(codes, scale, block=(4, 4), name="w")
     wanted = codes.float()
     for e, i, j in itertools.product(*map(range, codes.shape)):
         wanted[e, i, j] *= scale[e, i // 4, j // 4]

@@ -147,10 +147,47 @@ def test_every_weight_is_the_one_that_transformers_would_load(kind: str, fused: 
     assert small.generation_config.to_dict() == plain.generation_config.to_dict()
 
 
-def save_any(kind: str, folder: Path) -> Path:
+def save_any(kind: str, folder: Path, **changes: object) -> Path:
     if kind != "gpt_oss":
-        return tiny.save_model(kind, folder)
-    sizes = tiny.SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        return tiny.save_model(kind, folder, **changes)
+    sizes = tiny.SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8} | changes
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GptOssConfig(**sizes), dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+def save_mxfp4(folder: Path, dense_folder: Path) -> None:
+    """Puts the experts of a gpt-oss folder in blocks of 4-bit codes, and what they then stand for beside it."""
+    tensors = load_file(folder / "model.safetensors")
+    dense = dict(tensors)
+    generator = torch.Generator().manual_seed(5)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 125, codes.shape[:3], dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes, scales
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        both = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], dim=-1).flatten(3)
+        dense[name] = (both * 2.0 ** (scales.float() - 127)[..., None]).flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    dense_folder.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (dense_folder / "config.json").write_text(json.dumps(config))
+    save_file(dense, dense_folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+def test_mxfp4_experts_are_read_as_gpt_oss_is_published(tmp_path: Path) -> None:
+    folder = save_any("gpt_oss", tmp_path / "base", hidden_size=64, intermediate_size=32)
+    save_mxfp4(folder, tmp_path / "dense")
+    wanted = dict(load(tmp_path / "dense", "none").named_parameters())
+    for name, weight in load(folder, "none").named_parameters():
+        assert torch.equal(weight, wanted[name]), name
+    small, same = load(folder, "nf4"), dict(load(tmp_path / "dense", "nf4").named_parameters())
+    for name, weight in small.named_parameters():
+        other = same[name]
+        if isinstance(weight, QuantizedWeight) and isinstance(other, QuantizedWeight):
+            weight, other = weight.dense(torch.float32), other.dense(torch.float32)
+        assert torch.equal(weight, other), name
+    with pytest.raises(ModelError, match="holds mxfp4; set nf4"):
+        load(folder, "fp8")

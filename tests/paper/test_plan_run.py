@@ -9,7 +9,8 @@ import pytest
 from gatewright.planner.ask import ask
 from gatewright.planner.catalogue import find_model, find_shape
 from gatewright.planner.job import BYTES_PER_WEIGHT
-from gatewright.planner.plan import notes, trainable
+from gatewright.planner.memory_states import trainable
+from gatewright.planner.plan import notes
 from gatewright.planner.plan_run import ask_run, plan_run
 from gatewright.planner.quantization_config import storage_format
 from gatewright.planner.search import Question

@@ -7,6 +7,7 @@ from preflight_case import Case, codes, verdict
 from preflight_cases_layout import CASES as LAYOUT
 from preflight_cases_model import CASES as MODEL
 from preflight_cases_rest import CASES as REST
+from test_preflight_probe import CASES as PROBE
 from test_preflight_weights import CASES as WEIGHTS
 
 from gatewright.preflight.catalogue import RULES
@@ -23,6 +24,5 @@ def test_a_rule_finds_the_config_that_breaks_it_and_only_that(case: Case, tmp_pa
 
 
 def test_every_rule_has_a_case() -> None:
-    assert sorted([case.code for case in CASES] + [code for code, _, _ in WEIGHTS]) == sorted(
-        rule.code for rule in RULES
-    )
+    found = [*(case.code for case in CASES), *(code for code, _, _ in WEIGHTS), *(case.code for case in PROBE)]
+    assert sorted(found) == sorted(rule.code for rule in RULES)

@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 
 from gatewright.router.blocks import RoutingRecord, read_record
-from gatewright.router.capacity import (
-    Question,
-    drop_share,
-    estimate_capacity,
-    independent_factor,
-    smallest_factor,
-)
+from gatewright.router.capacity import Question, estimate_capacity, estimate_drop
 from gatewright.router.capacity_fit import SharesByLength, fit_variance
+from gatewright.router.drop import drop_share, independent_factor, smallest_factor
 from gatewright.spec.errors import DataError, UserError
 
 RECORDED = Path(__file__).with_name("routing_python.npz")
@@ -186,6 +181,19 @@ def test_the_same_question_has_the_same_answer() -> None:
     assert estimate_capacity(record, question) == estimate_capacity(record, question)
 
 
+def test_a_factor_drops_what_the_estimate_says() -> None:
+    record, question = topical_record(documents=60), Question(tokens=512, drop=0.02)
+    estimate = estimate_capacity(record, question)
+    drop, endless = estimate_drop(record, question, estimate.factor)
+    assert drop == pytest.approx(0.02, rel=1e-9)
+    assert endless <= 0.02
+    assert estimate_drop(record, question, estimate.floor)[1] == pytest.approx(0.02, rel=1e-9)
+    assert estimate_drop(record, question, estimate.independent)[0] == pytest.approx(estimate.independent_drop)
+    assert estimate_drop(record, question, 8.0) == (0.0, 0.0)
+    with pytest.raises(UserError, match="factor = 0; wanted more than 0"):
+        estimate_drop(record, question, 0.0)
+
+
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
@@ -215,5 +223,5 @@ def test_too_few_documents_are_refused_with_what_is_there() -> None:
         estimate_capacity(record, Question(tokens=4096))
     with pytest.raises(DataError, match=r"too few documents: 5 of 5 have 512"):
         estimate_capacity(topical_record(documents=5), Question(tokens=512))
-    with pytest.raises(UserError, match="tokens = 63: routing was recorded in blocks of 64"):
+    with pytest.raises(UserError, match="tokens = 63: routing was recorded in blocks of 64; wanted as many"):
         estimate_capacity(record, Question(tokens=63))
