@@ -16,37 +16,26 @@ from safetensors.torch import save_file
 from gatewright.data.batch import Batch
 from gatewright.model.adapter_files import save_adapter
 from gatewright.model.coverage import write_coverage
-<<<<<<< HEAD
+from gatewright.model.subset import never_routed_text
 from gatewright.parallel.collect import whole_adapters, whole_state
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
-=======
-from gatewright.model.subset import never_routed_text
->>>>>>> main
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
-<<<<<<< HEAD
-from gatewright.train.device import device_name, peak_memory_bytes, pick_device, versions
-=======
 from gatewright.train.deadline import Deadline
-from gatewright.train.device import device_name, peak_memory_bytes, rng_state, set_rng_state, versions
->>>>>>> main
+from gatewright.train.device import device_name, peak_memory_bytes, pick_device, rng_state, set_rng_state, versions
 from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
 from gatewright.train.gate import GateKeeper
 from gatewright.train.optim import learning_rate
-<<<<<<< HEAD
 from gatewright.train.prove_adapter import prove_reload, prove_written
-=======
-from gatewright.train.prove_adapter import prove_reload
 from gatewright.train.resume import prove_resume, take_proof
->>>>>>> main
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
 from gatewright.train.step import train_step
@@ -93,8 +82,7 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
         announce = "stopping after this step; the run will be saved (Ctrl-C again stops at once)"
         step_reached = newest.step if newest else 0
         try:
-<<<<<<< HEAD
-            with listen(announce, say=say) as stop:
+            with listen(announce, say=say, deadline=Deadline.from_environment()) as stop:
                 trainer = set_up(run, log=log, ranks=ranks)
                 if ranks.first:
                     write_coverage(trainer.coverage, folder)
@@ -102,15 +90,8 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if not ranks.alone:
                     say(f"layout    {ranks.layout.describe()}")
-=======
-            with listen(announce, say=say, deadline=Deadline.from_environment()) as stop:
-                trainer = set_up(run, log=log)
-                write_coverage(trainer.coverage, folder)
-                progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
-                log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if proved := prove_resume(trainer, run, progress):
                     log(proved)
->>>>>>> main
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
                 trackers = open_trackers(run, folder) if ranks.first else []
@@ -164,15 +145,9 @@ def _steps(
         if "rollback" in run.router.guard.action:
             _save(run, folder, trainer, progress, stop, log=log)
 
-<<<<<<< HEAD
-    ranks, stopping = trainer.ranks, trainer.ranks.any(bool(stop))
-    while progress.step < trainer.steps and not stopping:
-        index, began = progress.step, time.perf_counter()
-        ranks.mark(index + 1)
-=======
     while progress.step < trainer.steps and not stop.poll():
         index, began, random = progress.step, time.perf_counter(), rng_state(trainer.device)
->>>>>>> main
+        trainer.ranks.mark(index + 1)
         batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
@@ -188,9 +163,8 @@ def _steps(
             set_rng_state(random, trainer.device)
             break
         except Diverged as error:
-            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1, ranks=ranks)) from None
+            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1, ranks=trainer.ranks)) from None
         step_s = time.perf_counter() - began
-        stopping = ranks.any(bool(stop))
 
         recent_step_s.append(step_s)
         stop.deadline.step_took(step_s)
@@ -247,28 +221,24 @@ def _steps(
         if evaluated is not None and (progress.best_loss is None or evaluated.loss < progress.best_loss):
             progress = replace(progress, best_loss=evaluated.loss, best_step=done.step)
         best = evaluated is not None and progress.best_step == done.step
-<<<<<<< HEAD
-        if last or best or stopping or done.step % run.train.save_every_steps == 0:
-=======
         at_gate = gate.stands_before(done.step, step_s=step_s)
         if last or best or at_gate or done.step % run.train.save_every_steps == 0:
->>>>>>> main
             if last:
                 _write_output(run, trainer)
                 if silent := trainer.router.silent_experts() if trainer.router and run.adapter else {}:
                     log(Finding(severity="warning", text=never_routed_text(silent)))
             _save(run, folder, trainer, progress, stop, log=log)
             saved_step = done.step
-        if at_gate and _is_hopeless(gate, done.step, log=log):
+        if at_gate and _is_hopeless(gate, done.step, ranks=trainer.ranks, log=log):
             stop.reason = GATE
     if progress.step != saved_step:
         _save(run, folder, trainer, progress, stop, log=log)
     return progress
 
 
-def _is_hopeless(gate: GateKeeper, step: int, *, log: Callable[[Event], None]) -> bool:
-    """Asks the gate, just after a save, so that one has been measured."""
-    checked = gate.ask(step)
+def _is_hopeless(gate: GateKeeper, step: int, *, ranks: Ranks, log: Callable[[Event], None]) -> bool:
+    """Asks the gate of the first rank, just after a save, so that one has been measured."""
+    checked = ranks.tell(gate.ask(step))
     log(checked)
     if finding := gate.sparse_saves(checked):
         log(finding)
@@ -312,7 +282,7 @@ def _act(
     """
     assert trainer.router
     if acted.action == "reset":
-        trainer.router.reset(trainer.optimizer)
+        trainer.router.reset(trainer.optimizer, trainer.gradients.owned)
     if acted.action == "stop":
         log(acted)
         raise RouterCollapsed(
@@ -366,11 +336,8 @@ def _evaluate(
         max_new_tokens=run.evaluate.max_new_tokens,
         loss_chunk_tokens=run.train.loss_chunk_tokens,
         device=trainer.device,
-<<<<<<< HEAD
         ranks=trainer.ranks,
-=======
         stopping=stop.poll_alone,
->>>>>>> main
     )
     if done is None:
         return None

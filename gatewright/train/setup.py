@@ -193,15 +193,11 @@ def _prepare_model(
         note=lambda text: log(Finding(severity="note", text=text)),
         divide=divider(ranks),
     )
-<<<<<<< HEAD
     settle(model, ranks)
-    spread = divided_stacks(model, ranks)
-    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
-=======
     if not find_experts(model):
         _refuse_router_settings(run, model)
-    base_parameters = sum(p.numel() for p in model.parameters())
->>>>>>> main
+    spread = divided_stacks(model, ranks)
+    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
     spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
@@ -274,7 +270,7 @@ def _prepare_router(
     settings = run.router
     if not find_experts(model):
         return None
-    control = RouterControl(run, model, loader.every_rank(), device=ranks.device)
+    control = RouterControl(run, model, loader.every_rank(), ranks=ranks)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)

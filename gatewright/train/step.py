@@ -77,15 +77,10 @@ def train_step(
     model.train()
     gradients.clear()
     if router is not None and router.on:
-<<<<<<< HEAD
         router.begin_step(step_tokens=tokens)
     for number, batch in enumerate(batches, start=1):
-=======
-        router.begin_step(step_tokens=sum(batch.tokens for batch in batches))
-    for batch in batches:
         if before_each is not None:
             before_each()
->>>>>>> main
         started = clock()
         if router is not None and router.on:
             router.begin(batch)
