@@ -51,6 +51,12 @@ def layout_of(parallel: Parallel | Literal["auto"], *, ranks: int) -> Layout:
         return Layout(ranks=ranks)
     if parallel.cp != 1:
         raise RunFileError(f"parallel.cp = {parallel.cp}: context parallelism is not in this version; set cp: 1")
+    if ranks == 1 and parallel.ep * parallel.dp_replicate > 1:
+        key, size = ("ep", parallel.ep) if parallel.ep > 1 else ("dp_replicate", parallel.dp_replicate)
+        raise RunFileError(
+            f"parallel.{key} = {size} needs several ranks, and this is one process; start it with "
+            "--nproc N, with torchrun, or with srun and a task a GPU"
+        )
     if ranks % parallel.dp_replicate:
         raise RunFileError(
             f"parallel.dp_replicate = {parallel.dp_replicate} does not divide the {ranks} ranks; use {_divisors(ranks)}"

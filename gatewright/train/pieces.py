@@ -47,7 +47,8 @@ def write_pieces(
         if piece is not None and tensor.dim() and tensor.numel() == piece.elements and tensor.shape != piece.shape:
             header[key] = {"shape": piece.shape, "begin": piece.begin}
     flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
-    save_file(flat, folder / file_name(rank, ranks), {"format": "pt", "pieces": json.dumps(header)})
+    # One entry: with several, safetensors writes them in any order, and equal states would not be equal files.
+    save_file(flat, folder / file_name(rank, ranks), {"pieces": json.dumps(header, sort_keys=True)})
 
 
 class SavedState:
