@@ -28,6 +28,8 @@ VISION_PARAMETERS = 0.6e9
 """Of an image tower, where the row does not state the total (Qwen2.5-VL: 0.68e9, SigLIP: 0.43e9)."""
 HELLASWAG_TOKENS = 144
 """Longest of a batch of 32: the data's mean is 79 tokens."""
+BALANCED = 1.15
+"""Tokens of the busiest rank over the mean in pre-training, which has a balance loss."""
 LITGPT_ALL_LINEAR = r"^(gemma|phi)"
 """litgpt's config_hub/finetune adapts every linear and the head of these, queries and values of the others; the table
 of measured rows does not say so."""
@@ -77,8 +79,8 @@ def job_of(fields: dict[str, str]) -> Job:
         offload=offload_of(fields["offload"] + fields["grad_ckpt"] + fields["optimizer"]),
         reference_model=fields["task"] in ("dpo", "kto", "gkd") and method == "full",
         preference=preference,
+        imbalance=BALANCED if fields["task"] == "pretrain" else None,
         distillation=fields["task"] == "gkd",
-        imbalance=1.15 if number(fields["ep"], 1) > 1 else 1.0,
     )
 
 

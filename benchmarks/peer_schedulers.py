@@ -2,8 +2,7 @@
 
 `dp_balanced`: documents in the order of arrival are packed next-fit, at one CP size for the step. The default dynamic
 scheduler of the development branch forms one micro-batch after another, longest document first, with groups of powers
-of two; it prices a document of s tokens on c ranks at s² / c, attention alone. Both return, for each micro-batch, groups
-(ranks, documents) that stand side by side.
+of two; it prices a document of s tokens on c ranks at s² / c, attention alone. Groups stand side by side.
 """
 
 from gatewright.packing.schedule_score import Problem, Slot, place_evenly

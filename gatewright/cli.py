@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_campaign, cli_check, cli_plan, cli_probe, cli_router
+from gatewright import __version__, cli_campaign, cli_check, cli_data, cli_plan, cli_probe, cli_router
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -36,8 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data = typer.Typer(help="Look at training data.", no_args_is_help=True)
-app.add_typer(data, name="data")
+app.add_typer(cli_data.data, name="data")
 app.add_typer(cli_campaign.cluster, name="cluster")
 app.add_typer(cli_router.router, name="router")
 
@@ -194,37 +193,6 @@ def _run_folder(run: str) -> Path:
     if given.is_file():
         return read_run(given).folder
     return given if given.is_dir() and not (named / "events.jsonl").is_file() else named
-
-
-@data.command()
-def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="JSONL, Parquet or dataset folder.")],
-    model: Annotated[str, typer.Option(metavar="FOLDER", show_default=False, help="Model whose tokenizer counts.")],
-    max_tokens: Annotated[
-        str | None, typer.Option(metavar="N|pNN", help="Longest document: tokens, or a percentile such as p99.")
-    ] = None,
-    capacity: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens a micro-batch holds.")] = None,
-) -> None:
-    """Show how long the documents are, what padding would waste, and what packing gains."""
-    from rich.console import Console
-
-    from gatewright.data.inspect import inspect_data
-
-    limit = int(max_tokens) if max_tokens is not None and max_tokens.isdecimal() else max_tokens
-    knee = _knee_tokens(model)
-    inspect_data(file, model=model, max_tokens=limit, capacity=capacity, knee_tokens=knee, console=Console())
-
-
-def _knee_tokens(model: str) -> int | None:
-    """Where the model's attention costs as much as all the rest; None where its config has no exact formulas."""
-    from gatewright.planner.catalogue import find_shape
-    from gatewright.planner.time import knee_tokens
-    from gatewright.spec.errors import ModelError
-
-    try:
-        return knee_tokens(find_shape(model))
-    except ModelError:  # the page says so
-        return None
 
 
 @app.command()

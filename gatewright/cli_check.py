@@ -1,13 +1,20 @@
 """The verbs `check` and `doctor`: what will break before a run, and what broke after it."""
 
+from __future__ import annotations
+
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gatewright.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from gatewright.spec.plan import Plan
+    from gatewright.spec.run import Run
 
 Codes = Annotated[list[str] | None, typer.Option(metavar="CODE", help="Codes, beginnings such as GW2, or names.")]
 
@@ -77,6 +84,19 @@ def _pair(text: str) -> tuple[str, str]:
     return name, version
 
 
+def _planned(run: Run | None) -> Plan | None:
+    """The plan of a run file that names its hardware; the doctor does without where it cannot be planned."""
+    if run is None or run.hardware is None:
+        return None
+    from gatewright.planner.plan_run import plan_run
+    from gatewright.spec.errors import GatewrightError
+
+    try:
+        return plan_run(run)
+    except GatewrightError:
+        return None
+
+
 def doctor(
     logs: Annotated[
         list[Path] | None,
@@ -85,6 +105,9 @@ def doctor(
     run_file: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run, so that fixes show its values.")
     ] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="plan.json", help="The plan; default: plan.json beside the logs.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Watch a log that is being written.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print the page of a cause and stop.")] = None,
@@ -92,11 +115,13 @@ def doctor(
     """Explain a failed run from its logs: the root cause first, what followed from it after, and what to change."""
     from rich.console import Console
 
+    from gatewright.doctor.beside_plan import find_plan
     from gatewright.doctor.diagnosis import diagnose, to_json
     from gatewright.doctor.follow import follow as watch
     from gatewright.doctor.table import explain as page_of
     from gatewright.doctor.text import render_text
     from gatewright.spec.read import read_run
+    from gatewright.spec.read_plan import read_plan
 
     if explain:
         typer.echo(page_of(explain))
@@ -112,7 +137,22 @@ def doctor(
         return
     from_input = Path("-") in logs
     paths = [log for log in logs if log != Path("-")]
-    diagnosis = diagnose(paths, stdin=sys.stdin.buffer if from_input else None, run=run)
+    note = ""
+    try:
+        plan = read_plan(plan_file) if plan_file else find_plan(paths) or _planned(run)
+    except UserError as error:
+        if plan_file:
+            raise
+        plan, note = None, str(error)
+    diagnosis = diagnose(
+        paths,
+        stdin=sys.stdin.buffer if from_input else None,
+        run=run,
+        planned=plan.memory if plan else None,
+        knobs=plan.knobs if plan else (),
+    )
+    if note:
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
     if as_json:
         typer.echo(json.dumps(to_json(diagnosis), indent=2))
     else:

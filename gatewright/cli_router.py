@@ -54,7 +54,8 @@ def measure(
 @router.command()
 def capacity(
     source: Source,
-    tokens: Annotated[int, typer.Option(metavar="N", show_default=False, help="Tokens of a document.")],
+    tokens: Annotated[int, typer.Option(metavar="N", show_default=False, help="Tokens of a document, or of a pack.")],
+    packed: Annotated[bool, typer.Option("--packed", help="Micro-batches are packs of whole documents.")] = False,
     documents: Annotated[
         int, typer.Option("--documents-per-micro-batch", metavar="N", help="Documents in a rank's micro-batch.")
     ] = 1,
@@ -70,7 +71,7 @@ def capacity(
     from gatewright.router.capacity import Question, estimate_capacity, estimate_drop
     from gatewright.router.text import capacity_text
 
-    question = Question(tokens=tokens, documents=documents, ep=ep, per=per.value, drop=drop)
+    question = Question(tokens=tokens, packed=packed, documents=documents, ep=ep, per=per.value, drop=drop)
     record = _record(source)
     estimate = estimate_capacity(record, question)
     asked = (factor, *estimate_drop(record, question, factor)) if factor is not None else None

@@ -24,6 +24,17 @@ from gatewright.spec.same_run import what_matters
 MODEL_TIMES, MODEL_ROOM_GIB = 2.2, 16
 """A stage that holds a model has room for it, for the copy it makes, and for the files being written."""
 LEAST_LEAD_S, USUAL_LEAD_S = 1, 120
+COMMAND_FILE = """\
+trap : TERM  # the command hears it too, and may save
+(
+trap 'exit $?' TERM
+{command}
+)
+code=$?
+# srun also returns 0 when the node failed under it, so the command says itself how it ended
+echo $code > "$GATEWRIGHT_EXIT_FILE"
+exit $code
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,8 @@ class Built:
     jobs: JobsFolder
     scripts: dict[str, str]
     run_files: dict[str, str]
+    commands: dict[str, str]
+    """Of other stages the command, as a script that says how it ended."""
     works: dict[str, str]
     """What each stage does, in words."""
 
@@ -42,7 +55,7 @@ def build(asked: Asked, *, queue: str, submission: int, saves_s: dict[str, float
     """`saves_s`: the longest save of each run so far, where one was measured. Raises RunFileError."""
     where = Path.cwd()
     jobs = JobsFolder(jobs_folder(where / asked.folder))
-    stages, launches, run_files, machines = [], {}, {}, {}
+    stages, launches, run_files, commands, machines = [], {}, {}, {}, {}
     for name, written in asked.stages.items():
         run = asked.runs.get(name)
         cluster = (run.cluster if run is not None and run.cluster is not None else asked.cluster) or Cluster()
@@ -51,7 +64,9 @@ def build(asked: Asked, *, queue: str, submission: int, saves_s: dict[str, float
         stages.append(stage)
         if run is not None:
             run_files[name] = dump_run(run)
-        launches[name] = _launch(stage, written, cluster, preset, queue=queue)
+        if written.command is not None:
+            commands[name] = COMMAND_FILE.format(command=written.command)
+        launches[name] = _launch(stage, written, cluster, preset, queue=queue, command_file=jobs.stage(name).command)
     campaign = Campaign(
         name=asked.name,
         submission=submission,
@@ -72,7 +87,7 @@ def build(asked: Asked, *, queue: str, submission: int, saves_s: dict[str, float
         for stage in stages
     }
     works = {name: one.work for name, one in launches.items()}
-    return Built(campaign=campaign, jobs=jobs, scripts=scripts, run_files=run_files, works=works)
+    return Built(campaign=campaign, jobs=jobs, scripts=scripts, run_files=run_files, commands=commands, works=works)
 
 
 def _stage(
@@ -106,12 +121,19 @@ def _stage(
     )
 
 
-def _launch(stage: Stage, written: StageFile, cluster: Cluster, preset: Preset, *, queue: str) -> launch.Launch:
+def _launch(
+    stage: Stage, written: StageFile, cluster: Cluster, preset: Preset, *, queue: str, command_file: Path
+) -> launch.Launch:
     if stage.run_file is None:
         return launch.command(
-            written.command or "", cluster=cluster, preset=preset, resources=stage.resources, python=sys.executable,
+            written.command or "",
+            file=str(command_file),
+            cluster=cluster,
+            preset=preset,
+            resources=stage.resources,
+            python=sys.executable,
             queue=queue,
-        )  # fmt: skip
+        )
     return launch.training(
         stage.run_file,
         cluster=cluster,

@@ -72,6 +72,7 @@ ELSEWHERE = {
     "nccl_remote",
 }
 AGAIN = {
+    "host_oom",
     "time_limit",
     "preempted",
     "requeued",
@@ -83,15 +84,12 @@ AGAIN = {
 }
 
 
-def retry_of(kind: str | None, *, code: str = "", progressed: bool = False) -> Retry:
+def retry_of(kind: str | None) -> Retry:
     """How a failure that the doctor calls `kind` is met.
 
-    A failure without a name may be tried again: the rule on progress bounds it. A host process killed for memory goes
-    on only where the job left a newer checkpoint than it found; without a trace of the killer (GW517) it may have been
-    anybody.
+    A failure without a name may be tried again: the rule on progress bounds it. So may a process that the host killed
+    for memory, since others may have filled it; a GPU that is too small stays too small.
     """
     if kind in ELSEWHERE:
         return "elsewhere"
-    if kind is None or kind in AGAIN or code == "GW517" or (kind == "host_oom" and progressed):
-        return "again"
-    return "never"
+    return "again" if kind is None or kind in AGAIN else "never"

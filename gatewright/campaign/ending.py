@@ -7,8 +7,7 @@ from pathlib import Path
 
 from gatewright.campaign.advice import advise
 from gatewright.campaign.decide import retry_of
-from gatewright.campaign.folder import newest_checkpoint
-from gatewright.campaign.progress import RunProgress
+from gatewright.campaign.progress import RunProgress, read_progress
 from gatewright.campaign.slurm_read import Job, host_list
 from gatewright.doctor.diagnosis import judge
 from gatewright.doctor.scan import scan_log
@@ -53,7 +52,8 @@ def judge_ending(
 ) -> Ending:
     """Reads the ending from what the work said of itself, then from its exit code, then from its log."""
     said = progress.stop_reason if stage.trains else None
-    if code == DONE or said == "finished":
+    # srun also returns 0 when a node failed under it: of a run, only its own word counts
+    if said == "finished" or (code == DONE and (not stage.trains or _has_finished(stage))):
         missing = [name for name in stage.outputs if not (where / name).exists()]
         if not missing:
             return Ending(outcome="done", reason="finished")
@@ -69,6 +69,11 @@ def judge_ending(
     return _by_log(stage, life, code=code, log=log, offset=offset)
 
 
+def _has_finished(stage: Stage) -> bool:
+    """Whether the run said so in an earlier life already: then this one had nothing to do."""
+    return stage.folder is not None and read_progress(Path(stage.folder)).stop_reason == "finished"
+
+
 def _hopeless(progress: RunProgress, stage: Stage) -> str:
     lines = advise(progress.gate, stage) if progress.gate else ()
     return "\n".join(lines) or "it says that it cannot finish in its time (exit code 3)"
@@ -80,10 +85,8 @@ def _by_log(stage: Stage, life: Life, *, code: int, log: Path | None, offset: in
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     if root is None:
         return Ending(outcome="crashed", reason=_last_error(log, offset) or f"it ended with {how} and said nothing")
-    after = newest_checkpoint(Path(stage.folder)) if stage.folder else None
-    progressed = (after or 0) > (life.checkpoint_before or 0)
     text = f"{root.code} {root.name}: {root.text}"
-    match retry_of(None if root.kind == "unknown" else root.kind, code=root.code, progressed=progressed):
+    match retry_of(None if root.kind == "unknown" else root.kind):
         case "elsewhere":
             return Ending(outcome="fault", reason=text, faulty_nodes=_faulty(root, life))
         case "again":

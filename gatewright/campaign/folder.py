@@ -8,6 +8,8 @@ runs/NAME/jobs/
         job.sbatch              the text the queue got
         run.yaml                the resolved run file of a training stage
         lives/JOB_RESTART.json  one record for each start of a job
+        command.sh              the command of any other stage
+        exit-JOB_RESTART        the exit code of a command, written by itself
         stop-JOB_RESTART        that job was asked to stop
         done.json               finished, with the hash of its configuration and inputs
         halt.json               will not go on by itself, and why
@@ -45,6 +47,10 @@ class StageFolder:
         return self.path / "job.sbatch"
 
     @property
+    def command(self) -> Path:
+        return self.path / "command.sh"
+
+    @property
     def run_file(self) -> Path:
         return self.path / "run.yaml"
 
@@ -61,6 +67,9 @@ class StageFolder:
 
     def stop(self, key: str) -> Path:
         return self.path / f"stop-{key}"
+
+    def exit(self, key: str) -> Path:
+        return self.path / f"exit-{key}"
 
     def log(self, job: str) -> Path:
         return self.path / f"{job}.out"
@@ -176,8 +185,12 @@ def _take(lock: Path) -> bool:
             os.rename(lock, gone)
             gone.unlink()
         return False
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}, file)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}, file)
+    except OSError as error:
+        lock.unlink(missing_ok=True)
+        raise JobsFolderError(f"{lock}: cannot be written ({error.strerror}); nothing was submitted") from None
     return True
 
 

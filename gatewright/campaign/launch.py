@@ -67,7 +67,9 @@ def training(
     )
 
 
-def command(text: str, *, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str) -> Launch:
+def command(
+    text: str, *, file: str, cluster: Cluster, preset: Preset, resources: Resources, python: str, queue: str
+) -> Launch:
     """A command of the user's, in a job step of its own, so that what it breaks does not take the link along."""
     step = ("srun", "--ntasks=1", *_cpus(resources)) if queue == "slurm" else ()
     return Launch(
@@ -75,7 +77,7 @@ def command(text: str, *, cluster: Cluster, preset: Preset, resources: Resources
         setup=tuple(cluster.setup),
         env=_environment(cluster, preset, gpus=resources.gpus if queue == "slurm" else 0),
         launcher=step,
-        command=("bash", "-c", shlex.quote(text)),
+        command=("bash", shlex.quote(file)),
         work=text,
     )
 

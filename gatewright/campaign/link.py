@@ -28,6 +28,8 @@ from gatewright.spec.campaign import DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED,
 from gatewright.spec.errors import GatewrightError
 
 EXIT_CODES: dict[Outcome, int] = {"done": DONE, "left": DONE, "saved": SAVED, "hopeless": HOPELESS}
+KILLED = 137
+"""As a shell calls SIGKILL: for a command that did not come to say how it ended."""
 LOCK_WAIT_S = 60.0
 LEAST_ASK_S, MOST_ASK_S = 5.0, 120.0
 """How often the queue is asked when this job ends; the more often, the nearer the end is."""
@@ -193,6 +195,7 @@ def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
         tick=watch.tick,
     )
     stop_file.unlink(missing_ok=True)
+    code = _own_exit(link, code)
     progress = read_progress(link.run_folder, since=link.began) if link.run_folder else RunProgress()
     life = replace(life, end_time=deadline.time, successor=watch.successor, exit_code=code)
     ending = judge_ending(
@@ -227,10 +230,24 @@ def wait_for_run_folder(link: Link) -> None:
         time.sleep(0.2)
 
 
+def _own_exit(link: Link, code: int) -> int:
+    """The exit code that a command wrote itself: srun's own is 0 as well when the node failed under it."""
+    if link.stage.trains:
+        return code
+    file = link.folder.exit(link.me.key)
+    try:
+        own = int(file.read_text(encoding="utf-8"))
+        file.unlink()
+        return own
+    except (OSError, ValueError):
+        return code or KILLED
+
+
 def _environment(link: Link, step: Go, deadline: Deadline) -> dict[str, str]:
     """What the trainer, or a command, may want to know of its job."""
     return {
         "GATEWRIGHT_STOP_FILE": str(link.folder.stop(link.me.key)),
+        "GATEWRIGHT_EXIT_FILE": str(link.folder.exit(link.me.key)),
         "GATEWRIGHT_END_TIME": f"{deadline.time:.3f}",
         "GATEWRIGHT_LINK_STARTED": f"{link.began:.3f}",
         "GATEWRIGHT_LINKS_LEFT": str(link.stage.links - step.number),

@@ -61,7 +61,7 @@ def _read_campaign(path: Path) -> Asked:
         file = CampaignFile.model_validate(written.value)
     except ValidationError as error:
         raise RunFileError(
-            _mistakes(path, error, {key: str(spot.place) for key, spot in written.spots.items()})
+            _mistakes(path, error, {key: spot.place.text for key, spot in written.spots.items()})
         ) from None
     refuse_unordered(file, path)
     runs = {name: read_run(path.parent / stage.run) for name, stage in file.stages.items() if stage.run is not None}

@@ -106,9 +106,14 @@ def partition_limits(text: str) -> dict[str, tuple[float | None, str]]:
 
 
 def duration_s(text: str) -> float | None:
-    """`2-00:00:00`, `30:00` (minutes and seconds) or `infinite`, in seconds. Raises ValueError for anything else."""
+    """`2-00:00:00`, `30:00` (minutes and seconds), `30` (minutes) or `infinite`, in seconds.
+
+    Raises ValueError for anything else.
+    """
     if text.lower() in {"infinite", "unlimited", "n/a", "not_set"}:
         return None
+    if text.isdecimal():
+        return int(text) * 60
     days, dash, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]

@@ -3,8 +3,8 @@
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from gatewright.spec.finding import Finding
 from gatewright.spec.plan import Plan
 from gatewright.spec.read import read_run
 from gatewright.spec.run import Run
-
 
 MEMORY_RULES = ("GW401",)
 
@@ -158,14 +157,24 @@ def _check(built: Built, *, planned: Collection[str]) -> tuple[Finding, ...]:
     Whether the memory suffices is the plan's word, where there is one: it also knows the layouts that `auto` may take.
     """
     found: dict[tuple[str, str], Finding] = {}
-    with tempfile.TemporaryDirectory(prefix="gatewright-") as folder:
-        for name, text in built.run_files.items():
-            files = [Path(folder) / f"{name}.yaml", Path(folder) / f"{name}.sbatch"]
-            files[0].write_text(text, encoding="utf-8")
-            files[1].write_text(built.scripts[name], encoding="utf-8")
+    for name, text in built.run_files.items():
+        with _temporary_folder() as folder:
+            files = [folder / f"{name}.yaml", folder / f"{name}.sbatch"]
+            for file, content in zip(files, (text, built.scripts[name]), strict=True):
+                file.write_text(content, encoding="utf-8")
             for one in check(files, ignore=MEMORY_RULES if name in planned else ()).findings:
                 found.setdefault((one.code, one.text), one)
     return tuple(found.values())
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    try:
+        with tempfile.TemporaryDirectory(prefix="gatewright-") as name:
+            yield Path(name)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunFileError(f"temporary files cannot be written ({reason}); nothing was submitted. Make room") from None
 
 
 def refuse_queue(built: Built, queue: Slurm) -> None:
@@ -219,6 +228,8 @@ def _write(built: Built) -> None:
             write_text(folder.script, built.scripts[stage.name])
             if stage.name in built.run_files:
                 write_text(folder.run_file, built.run_files[stage.name])
+            if stage.name in built.commands:
+                write_text(folder.command, built.commands[stage.name])
         built.jobs.write_campaign(built.campaign)
         for stage in built.campaign.stages:
             built.jobs.stage(stage.name).halt.unlink(missing_ok=True)

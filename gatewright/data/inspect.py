@@ -13,16 +13,17 @@ from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
-from gatewright.packing.gain import limit_gain, packing_gain
-from gatewright.packing.lengths import histogram, padded_fill, percentile
-from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
+from gatewright.packing.lengths_page import (
+    LIMITS,
+    WIDTH,
+    default_capacity,
+    length_sections,
+    lost,
+    named_limits,
+    speed_ups,
+)
+from gatewright.packing.pack import IntArray
 
-WIDTH = 100
-BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-LIMITS = ("p99", "p95", "p90")
-SPEED_BATCH = 4
-"""Documents of a padded batch that limits are compared in."""
-DEFAULT_CAPACITY_TOKENS = 4096
 SHOWN_TOKENS = 1000
 """Tokens of the first document that are printed."""
 
@@ -46,17 +47,15 @@ def inspect_data(
     Raises DataError or ModelError for data, or a model folder, that cannot be used.
     """
     tokenizer = load_tokenizer(Path(model))
-    vocab_size = _vocab_size(Path(model), tokenizer)
-    store = build_store(file, renderer=Renderer(tokenizer), root=root, vocab_size=vocab_size, console=console)
+    store = _store(file, model, tokenizer, root=root, console=console)
     whole = store.limit("p100", "truncate")
-    capacity = capacity or max(int(whole.lengths.max()), DEFAULT_CAPACITY_TOKENS)
     sections = {
         "": _totals(store, whole, model),
-        "Length of the documents in tokens, how many there are, and their share of all tokens": _lengths(whole),
-        "Padding, if batches in random order were padded to their longest document": _padding(whole, knee_tokens),
-        f"Packing into micro-batches of {capacity:,} tokens": _packing(whole, capacity),
+        **length_sections(whole.lengths, default_capacity(whole.lengths, capacity), knee_tokens),
         "Cost of a limit on the length (data.max_tokens), by policy (data.overlong)": _limits(store, whole, max_tokens),
-        "Speed-up of a limit, by truncating to it": _speed_ups(store, whole, max_tokens, knee_tokens),
+        "Speed-up of a limit, by truncating to it": speed_ups(
+            whole.lengths, named_limits(whole.lengths, max_tokens), knee_tokens
+        ),
     }
     for title, lines in sections.items():
         if title:
@@ -64,6 +63,20 @@ def inspect_data(
         for line in lines:
             console.print(f"  {line}" if title else line, highlight=False, markup=False, soft_wrap=True)
     _print_document(whole, tokenizer, store, console)
+
+
+def document_lengths(file: Path, *, model: str, root: Path = Path("runs/.tokens")) -> IntArray:
+    """[documents] tokens of each document that holds something to learn, in the model's tokens.
+
+    Raises DataError or ModelError for data, or a model folder, that cannot be used.
+    """
+    store = _store(file, model, load_tokenizer(Path(model)), root=root, console=Console(stderr=True))
+    return store.limit("p100", "truncate").lengths
+
+
+def _store(file: Path, model: str, tokenizer: PreTrainedTokenizerFast, *, root: Path, console: Console) -> TokenStore:
+    vocab_size = _vocab_size(Path(model), tokenizer)
+    return build_store(file, renderer=Renderer(tokenizer), root=root, vocab_size=vocab_size, console=console)
 
 
 def _totals(store: TokenStore, view: DocumentView, model: str) -> Iterator[str]:
@@ -84,36 +97,6 @@ def _totals(store: TokenStore, view: DocumentView, model: str) -> Iterator[str]:
             yield f"{name:<16}{count:>16,}   {meaning}".rstrip()
 
 
-def _lengths(view: DocumentView) -> Iterator[str]:
-    names = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-    yield "     ".join(f"{name} {percentile(view.lengths, percent):,}" for name, percent in names.items())
-    yield ""
-    widest = max(len(line) for line in histogram(view.lengths, width=1))
-    yield from (line.rstrip() for line in histogram(view.lengths, width=WIDTH - 2 - widest + 1))
-
-
-def _padding(view: DocumentView, knee: int | None) -> Iterator[str]:
-    waste = [1 - padded_fill(view.lengths, batch_size=size) for size in BATCH_SIZES]
-    yield f"{'documents a batch':<18}" + "".join(f"{size:>9}" for size in BATCH_SIZES)
-    yield f"{'padding':<18}" + "".join(f"{share:>9.1%}" for share in waste)
-    gains = [packing_gain(view.lengths, batch_size=size, knee_tokens=knee) for size in BATCH_SIZES]
-    yield f"{'packing instead':<18}" + "".join(f"{gain:>8.2f}×" for gain in gains)
-    yield _pricing(knee)
-
-
-def _packing(view: DocumentView, capacity: int) -> Iterator[str]:
-    longest = int(view.lengths.max())
-    if longest > capacity:
-        yield f"impossible: the longest document has {longest:,} tokens"
-        return
-    packs = pack(view.lengths, capacity)
-    by_sum, by_size = sum_bound(view.lengths, capacity), martello_toth_bound(view.lengths, capacity)
-    above = len(packs) - packs.lower_bound
-    verdict = "this is the best there is" if not above else f"{above:,} above that ({above / packs.lower_bound:.2%})"
-    yield f"{len(packs):,} packs, {packs.fill:.2%} full, {len(view) / len(packs):.1f} documents in each"
-    yield f"at least {by_sum:,} are needed for the sum of tokens, {by_size:,} for what fits together: {verdict}"
-
-
 def _limits(store: TokenStore, whole: DocumentView, wanted: int | str | None) -> Iterator[str]:
     tokens = int(whole.lengths.sum())
     yield f"{'limit':<18}{'longer documents':>18}{'truncate loses':>20}{'split: targets cut':>20}{'drop loses':>20}"
@@ -121,35 +104,9 @@ def _limits(store: TokenStore, whole: DocumentView, wanted: int | str | None) ->
         truncated, split, dropped = (store.limit(limit, policy) for policy in ("truncate", "split", "drop"))
         name = f"{limit} = {truncated.max_tokens:,}" if isinstance(limit, str) else f"{limit:,}"
         yield (
-            f"{name:<18}{truncated.overlong_documents:>18,}{_lost(truncated.tokens_lost, tokens):>20}"
-            f"{split.tokens_lost:>20,}{_lost(dropped.tokens_lost, tokens):>20}"
+            f"{name:<18}{truncated.overlong_documents:>18,}{lost(truncated.tokens_lost, tokens):>20}"
+            f"{split.tokens_lost:>20,}{lost(dropped.tokens_lost, tokens):>20}"
         )
-
-
-def _speed_ups(store: TokenStore, whole: DocumentView, wanted: int | str | None, knee: int | None) -> Iterator[str]:
-    """How much faster an epoch gets: in batches that are padded, in packs, and what halving is believed to give."""
-    longest = int(whole.lengths.max())
-    named = {f"{limit}": store.limit(limit, "truncate").max_tokens for limit in ([wanted] if wanted else [])}
-    named |= {limit: percentile(whole.lengths, float(limit[1:])) for limit in LIMITS}
-    if longest > 1:
-        named["half the longest"] = longest // 2
-    padded = f"padded by {SPEED_BATCH}"
-    yield f"{'limit':<26}{'if all were longest':>20}{padded:>16}{'packed':>12}{'truncating loses':>22}"
-    for name, limit in named.items():
-        gain = limit_gain(whole.lengths, limit, batch_size=SPEED_BATCH, knee_tokens=knee)
-        title = f"{limit:,}" if name.isdecimal() else f"{name} = {limit:,}"
-        lost = _lost(gain.tokens_lost, int(whole.lengths.sum()))
-        yield f"{title:<26}{gain.hoped:>19.2f}×{gain.padded:>15.2f}×{gain.packed:>11.2f}×{lost:>22}"
-
-
-def _pricing(knee: int | None) -> str:
-    if knee is None:
-        return "speed-ups count tokens only: the model's config is not one whose attention can be priced"
-    return f"speed-ups count arithmetic: attention costs as much as all the rest at documents of {knee:,} tokens"
-
-
-def _lost(lost: int, tokens: int) -> str:
-    return f"{lost:,} ({lost / tokens:.1%})"
 
 
 def _print_document(

@@ -14,7 +14,7 @@ from gatewright.doctor.scan import STEPS_AFTER, Life, Scan, scan_log
 from gatewright.doctor.source import LogError, chunks, find_logs, open_log
 from gatewright.doctor.table import BY_CODE, UNRECOGNISED
 from gatewright.spec.finding import Confidence, Finding, Place
-from gatewright.spec.plan import MemoryEstimate
+from gatewright.spec.plan import Knob, MemoryEstimate
 from gatewright.spec.run import Run
 
 Verdict = Literal["failed", "unknown", "healthy", "finished"]
@@ -65,11 +65,12 @@ def diagnose(
     stdin: BinaryIO | None = None,
     run: Run | None = None,
     planned: MemoryEstimate | None = None,
+    knobs: Sequence[Knob] = (),
 ) -> Diagnosis:
     """Reads logs (files, folders, gzip) or, without paths, standard input.
 
-    With the run file, changes show the present value; with a plan, memory is told beside it. Raises LogError where
-    there is nothing to read.
+    With the run file, changes show the present value; with a plan, memory is told beside it, and what each of its
+    knobs is predicted to save. Raises LogError where there is nothing to read.
     """
     scans: list[Scan] = []
     notes: list[str] = []
@@ -92,7 +93,7 @@ def diagnose(
     found = judge(scans, notes=notes, run=run)
     if found.root is None or planned is None:
         return found
-    return replace(found, root=beside_plan(found.root, planned))
+    return replace(found, root=beside_plan(found.root, planned, knobs, tool=found.tool))
 
 
 def judge(scans: Sequence[Scan], *, notes: Sequence[str] = (), run: Run | None = None) -> Diagnosis:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from gatewright.model.capacity import Capacity, kept
@@ -90,21 +91,59 @@ class Rows:
         """int64 [S]: the expert of each sorted row."""
         return torch.bucketize(torch.arange(len(self.order_S), device=self.ends_E.device), self.ends_E, right=True)
 
+    @property
+    def token_S(self) -> Tensor:
+        """int64 [S]: the token of each sorted row."""
+        return self.order_S // self.choices
+
     def spread(self, x_TH: Tensor) -> Tensor:
         """[S, H]: each token once for each of its choices."""
-        return x_TH[self.order_S // self.choices]
+        return _Spread.apply(x_TH, self)
 
     def gather(self, y_SH: Tensor) -> Tensor:
-        """[T, H]: the sum over each token's choices; a dropped one adds nothing.
+        """[T, H]: the sum over each token's choices; a dropped one adds nothing."""
+        return _Gather.apply(y_SH, self)
 
-        A sum over a fixed axis, not index_add: the same result every time, on a GPU too.
-        """
+    def sum_choices(self, y_SH: Tensor) -> Tensor:
+        """[T, H], in one pass over the rows and in a fixed order: the same result every time, on a GPU too."""
         slots, rows = self.tokens * self.choices, len(self.order_S)
-        back_S = torch.full((slots,), rows, device=self.order_S.device)
+        if not rows:
+            return y_SH.new_zeros(self.tokens, y_SH.shape[1])
+        back_S = self.order_S.new_zeros(slots)
         back_S[self.order_S] = torch.arange(rows, device=self.order_S.device)
+        kept_Tk = None
         if rows < slots:
-            y_SH = torch.cat([y_SH, y_SH.new_zeros(1, y_SH.shape[1])])
-        return y_SH[back_S].view(self.tokens, self.choices, y_SH.shape[1]).sum(dim=1)
+            kept_Tk = y_SH.new_zeros(slots)
+            kept_Tk[self.order_S] = 1.0
+            kept_Tk = kept_Tk.view(self.tokens, self.choices)
+        back_Tk = back_S.view(self.tokens, self.choices)
+        return F.embedding_bag(back_Tk, y_SH, mode="sum", per_sample_weights=kept_Tk)
+
+
+class _Spread(torch.autograd.Function):
+    """Each is the other's gradient; torch's own gradient of an index adds rows one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x_TH.index_select(0, rows.token_S)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.rows.sum_choices(grad_SH), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_SH: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return rows.sum_choices(y_SH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad_TH.index_select(0, ctx.rows.token_S), None
 
 
 def sort_rows(experts: nn.Module, index_Tk: Tensor, weight_Tk: Tensor) -> Rows:
@@ -148,12 +187,16 @@ class GroupedLinear:
             y_SN = grouped_mm(x_SK, self.weight_ENK(x_SK.dtype).transpose(-2, -1), self.ends_E)
         return y_SN if self.low_rank is None else self.low_rank.add_to(y_SN, x_SK)
 
-    def backward(self, x_SK: Tensor, grad_SN: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Gradients of (x, A, B) for the gradient of y."""
+    def factor_grads(self, x_SK: Tensor, grad_SN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of (A, B) and of x Aᵀ for the gradient of y; after it, x is no longer needed."""
+        return (None, None, None) if self.low_rank is None else self.low_rank.factor_grads(x_SK, grad_SN)
+
+    def input_grad(self, grad_SN: Tensor, grad_low: Tensor | None) -> Tensor:
+        """Gradient of x for those of y and of x Aᵀ."""
         grad_x_SK = grouped_mm(grad_SN, self.weight_ENK(grad_SN.dtype), self.ends_E)
-        if self.low_rank is None:
-            return grad_x_SK, None, None
-        return grad_x_SK, *self.low_rank.backward(x_SK, grad_SN, into_SK=grad_x_SK)
+        if self.low_rank is None or grad_low is None:
+            return grad_x_SK
+        return self.low_rank.add_input_grad(grad_x_SK, grad_low)
 
 
 class _DenseTwice(torch.autograd.Function):
@@ -213,7 +256,11 @@ class _FrozenExperts(torch.autograd.Function):
         up, down = _linears(experts, x_TH.dtype, pairs, rows, update)
         up_S = _add_bias(experts, _up_name(experts), up(rows.spread(x_TH)), rows)
         weight_S1 = weight_Tk.reshape(-1)[rows.order_S, None]
-        y_SH = down((_activate(experts, up_S) * weight_S1).to(up_S.dtype))
+        inner_SI = _activate(experts, up_S)
+        # In place, unless the activation is the identity: up_S is kept.
+        weighted_SI = inner_SI * weight_S1 if inner_SI is up_S else inner_SI.mul_(weight_S1)
+        y_SH = down(weighted_SI.to(up_S.dtype))
+        del inner_SI, weighted_SI
         if experts.has_bias:
             y_SH += (_bias_rows(experts, "down_proj", rows) * weight_S1).to(y_SH.dtype)
         ctx.save_for_backward(x_TH, weight_Tk, up_S, *pairs)
@@ -231,16 +278,22 @@ class _FrozenExperts(torch.autograd.Function):
             up_S = up_S.detach().requires_grad_()
             inner_SI = _activate(experts, up_S)
 
-        weighted_SI = (inner_SI.detach() * weight_S1).to(up_S.dtype)
+        # What has S rows is let go as soon as it is used: of [S, H] no two live longer than one product.
         grad_y_SH = rows.spread(grad_TH.to(up_S.dtype))
-        grad_weighted_SI, grad_down_a, grad_down_b = down.backward(weighted_SI, grad_y_SH)
-        grad_weight_S = (grad_weighted_SI * inner_SI.detach()).sum(dim=1)
+        weighted_SI = (inner_SI.detach() * weight_S1).to(up_S.dtype)
+        grad_down_a, grad_down_b, grad_low = down.factor_grads(weighted_SI, grad_y_SH)
+        grad_weighted_SI = down.input_grad(grad_y_SH, grad_low)
+        grad_weight_S = torch.mul(grad_weighted_SI, inner_SI.detach(), out=weighted_SI).sum(dim=1)
         if experts.has_bias:
             grad_weight_S += (grad_y_SH * _bias_rows(experts, "down_proj", rows)).sum(dim=1)
+        del grad_y_SH, weighted_SI
         grad_weight_Tk = torch.zeros_like(weight_Tk)
         grad_weight_Tk.view(-1)[rows.order_S] = grad_weight_S.to(weight_Tk.dtype)
-        [grad_up_S] = torch.autograd.grad(inner_SI, up_S, (grad_weighted_SI * weight_S1).to(inner_SI.dtype))
-        grad_x_SH, grad_up_a, grad_up_b = up.backward(rows.spread(x_TH), grad_up_S)
+        [grad_up_S] = torch.autograd.grad(inner_SI, up_S, grad_weighted_SI.mul_(weight_S1).to(inner_SI.dtype))
+        del inner_SI, grad_weighted_SI
+        grad_up_a, grad_up_b, grad_low = up.factor_grads(rows.spread(x_TH), grad_up_S)
+        grad_x_SH = up.input_grad(grad_up_S, grad_low)
+        del grad_up_S
         factors = (grad_up_a, grad_up_b, grad_down_a, grad_down_b)
         grads = [without_padding(grad, factor) for grad, factor in zip(factors, pairs, strict=True)]
         return rows.gather(grad_x_SH).to(x_TH.dtype), grad_weight_Tk, *grads, None, None, None

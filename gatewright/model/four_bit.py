@@ -6,7 +6,6 @@ their mean, are held in 8 bits, in blocks of 256 with one float32 scale. 0.5 + 1
 
 import functools
 import importlib
-import logging
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -78,8 +77,6 @@ def quantize_nf4(
 @functools.cache
 def bitsandbytes() -> ModuleType:
     """bitsandbytes' functional API. Raises UserError where it is not installed."""
-    # Its import tells of CPU kernels that can be had besides; ours is the dequantisation, which needs none of them.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:

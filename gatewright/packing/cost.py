@@ -76,6 +76,8 @@ class CostModel:
     """Of a micro-batch, whatever is in it."""
     ranks_per_node: int
     tile_tokens: int = 128
+    exchange_bytes: int = 0
+    """Of one token's keys and values, forward and backward together."""
 
     def rate(self, tokens: float) -> float:
         """Seconds of one token of a document of `tokens` tokens."""
@@ -117,19 +119,21 @@ def cost_model(
     per_node = ranks_per_node or rates.ranks_per_node
     to_experts = 2 * LINEAR_PASSES * visits * shape.hidden * BYTES * (1 - 1 / expert_ranks)
     link = rates.near_bytes_per_s if expert_ranks <= per_node else rates.far_bytes_per_s
-    kept_bytes = EXCHANGES * BYTES * sum(mixer.cache_elements_per_token for mixer in mixers) * (1 - rates.hidden)
+    exchange_bytes = EXCHANGES * BYTES * sum(mixer.cache_elements_per_token for mixer in mixers)
+    shown_bytes = exchange_bytes * (1 - rates.hidden)
     return CostModel(
         token_s=LINEAR_PASSES * dense / rates.linear_flops_per_s
         + LINEAR_PASSES * experts / rates.expert_flops_per_s
         + to_experts / link
         + ATTENTION_PASSES * sum(bounded_flops(mixer) for mixer in mixers) / rates.attention_flops_per_s,
         attention_s=ATTENTION_PASSES * sum(growing_flops(mixer) for mixer in mixers) / rates.attention_flops_per_s,
-        near_s=kept_bytes / rates.near_bytes_per_s,
-        far_s=kept_bytes / rates.far_bytes_per_s,
+        near_s=shown_bytes / rates.near_bytes_per_s,
+        far_s=shown_bytes / rates.far_bytes_per_s,
         hop_s=EXCHANGES * sum(mixer.kind != "linear" for mixer in mixers) * rates.hop_s * (1 - rates.hidden),
         slot_s=rates.slot_s,
         ranks_per_node=per_node,
         tile_tokens=rates.tile_tokens,
+        exchange_bytes=exchange_bytes,
     )
 
 

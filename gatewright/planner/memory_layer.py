@@ -291,7 +291,7 @@ def expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     if policy.lean_experts(job) and not job.trains("routed_experts"):
         return lean_expert_ops(job, policy, mlp)
     b, layout = policy.activation_bytes, job.layout
-    visits = mlp.top_k * job.imbalance / sequence_split(job)
+    visits = mlp.top_k * job.overload / sequence_split(job)
     h = job.shape.hidden
     inner = gated_ops(
         job,
@@ -325,7 +325,7 @@ def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     the up-projection's, where x, its gradient, the output's and the adapter's part are as wide as the residual.
     """
     b, layout = policy.activation_bytes, job.layout
-    visits = mlp.top_k * job.imbalance / sequence_split(job)
+    visits = mlp.top_k * job.overload / sequence_split(job)
     h, i = job.shape.hidden, mlp.width / layout.etp
     gates = mlp.matrices - 1
     adapts = adapted(job, "routed_experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj")

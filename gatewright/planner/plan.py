@@ -13,7 +13,8 @@ from gatewright.planner.ask import (
     within_limits,
 )
 from gatewright.planner.catalogue import gpus as all_gpus
-from gatewright.planner.job import Adapter, Job, Method
+from gatewright.planner.job import WORST_RANK, Adapter, Job, Method
+from gatewright.planner.knobs import knobs
 from gatewright.planner.memory_states import trainable
 from gatewright.planner.search import Found, Question, fewest_gpus, search
 from gatewright.planner.targets import adapter_of
@@ -43,6 +44,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         refuse_fixed(question, found)
         open_question = replace(question, layout=None)
         fewest = None if found.fitting and gpus == 1 else fewest_gpus(open_question, most=max(gpus, 64))[0]
+    subject = found.best or next(iter(found.too_large), None)
     return Plan(
         model=question.job.shape.name,
         parameters=question.job.shape.parameters,
@@ -55,6 +57,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         chosen=found.best,
         alternatives=found.fitting[1:5],
         rejected=near_misses(found),
+        knobs=knobs(question, found.layouts[subject.layout]) if subject is not None else (),
         fewest_gpus=1 if found.fitting and gpus == 1 else fewest,
         notes=notes(question, gpus=gpus),
     )
@@ -125,7 +128,10 @@ def notes(question: Question, *, gpus: int) -> tuple[str, ...]:
     if job.shape.mtp_parameters:
         lines.append(f"{job.shape.mtp_parameters / 1e9:.1f} B parameters of MTP layers are not loaded")
     if job.shape.is_moe:
-        lines.append("memory follows all parameters, never the active ones; routing is taken as even")
+        lines.append(
+            "memory follows all parameters, never the active ones; where EP divides the experts, the busiest rank is "
+            f"planned with {WORST_RANK[0][1]:g} to {WORST_RANK[-1][1]:g} times the mean of the tokens"
+        )
     return tuple(lines)
 
 

@@ -1,7 +1,7 @@
 """Search: every layout of a number of GPUs, judged by the rules, the memory, the clock and the price."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -70,6 +70,8 @@ class Found:
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     illegal: tuple[Candidate, ...]
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """By the text of a candidate."""
 
     @property
     def best(self) -> Candidate | None:
@@ -86,6 +88,7 @@ def search(question: Question, *, gpus: int) -> Found:
         fitting=tuple(sorted(fitting, key=lambda item: rank(item, question))),
         too_large=tuple(sorted(too_large, key=device_bytes)),
         illegal=tuple(item for item in judged if item.refusals),
+        layouts={item.layout: layout for item, layout in zip(judged, layouts, strict=True)},
     )
 
 
@@ -183,13 +186,22 @@ def powers_of_two(most: int) -> tuple[int, ...]:
     return tuple(1 << bits for bits in range(max(1, most).bit_length()))
 
 
+def micro_batches_of(question: Question, layout: Layout) -> int:
+    """Of one step, on one data-parallel rank."""
+    return question.step_tokens(layout.ranks) // (layout.dp * question.micro_batch_tokens)
+
+
+def as_judged(question: Question, layout: Layout) -> Job:
+    """The question's job in this layout."""
+    accumulate = question.job.accumulate or micro_batches_of(question, layout) > 1
+    return replace(question.job, layout=layout, accumulate=accumulate)
+
+
 def judge(question: Question, layout: Layout) -> Candidate:
     """Rules first, then bytes, then seconds and dollars."""
     cluster = question.cluster(layout.ranks)
-    job = replace(question.job, layout=layout)
-    step_tokens = question.step_tokens(layout.ranks)
-    micro_batches = step_tokens // (layout.dp * question.micro_batch_tokens)
-    job = replace(job, accumulate=job.accumulate or micro_batches > 1)
+    job = as_judged(question, layout)
+    step_tokens, micro_batches = question.step_tokens(layout.ranks), micro_batches_of(question, layout)
     setting = Setting(job=job, cluster=cluster, backend=question.backend, micro_batches=micro_batches)
     broken = refusals(setting)
     text = describe(layout, gpu=question.gpu)

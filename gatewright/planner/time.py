@@ -192,7 +192,7 @@ def all_to_all_s(job: Job, cluster: Cluster) -> float:
     passes = 6 if job.checkpointing == "full" else 4
     visits = sum(layer.mlp.top_k for layer in shape.layers if layer.mlp and layer.mlp.experts) / layout.pp
     tokens = job.micro_batch_tokens / (layout.tp if layout.sequence_parallel else 1)
-    size = passes * visits * tokens * shape.hidden * B * (1 - 1 / layout.ep) * job.imbalance
+    size = passes * visits * tokens * shape.hidden * B * (1 - 1 / layout.ep) * job.overload
     return transfer_s(cluster, layout.ep, size)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gatewright.planner import job as planner
+from gatewright.planner import targets
 from gatewright.planner.catalogue import find_gpu
 from gatewright.planner.legal import advice, refusals
 from gatewright.planner.legal_rule import Backend, Setting
@@ -11,6 +12,7 @@ from gatewright.planner.memory_states import optimizer_bytes, trainable
 from gatewright.planner.policy import find_policy
 from gatewright.planner.weights import FORMATS, native_format
 from gatewright.preflight.job import Job
+from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import Cluster, Gpu, Node
 from gatewright.spec.shape import TensorRole
 
@@ -143,7 +145,8 @@ def planner_job(job: Job) -> planner.Job:
         shape=job.shape,
         method=method,
         framework=framework,
-        adapter=adapter_of(job) if job.lora else None,
+        adapter=(own_adapter(job) or adapter_of(job)) if job.lora else None,
+        frozen=frozenset({"router"}) if job.uses("gatewright") and not job.router_trains.value else frozenset(),
         storage=storage_of(job),
         expert_storage="bf16" if job.bits.value in (4, 8) and not job.quantize_experts.value else None,
         rows=job.micro_batch.get(1),
@@ -176,6 +179,25 @@ def storage_of(job: Job) -> planner.Storage:
     if not job.lora:
         return "bf16"
     return FORMATS[native_format(job.shape)].dense if job.shape else "bf16"
+
+
+def own_adapter(job: Job) -> planner.Adapter | None:
+    """The adapter of our own run file, read as the planner reads it; None for other tools, and for targets that the
+    model does not have, on which the trainer stops."""
+    if not job.uses("gatewright") or job.shape is None:
+        return None
+    router = ("router",) if job.router_trains.value and job.shape.is_moe else ()
+    try:
+        return targets.adapter_of(
+            job.shape,
+            rank=job.lora_rank.get(8),
+            targets=job.lora_targets.get(()),
+            full=tuple(dict.fromkeys((*job.lora_modules_to_save.get(()), *router))),
+            expert_share=job.expert_share.get(1.0),
+            dropout=job.lora_dropout.get(0) > 0,
+        )
+    except UserError:
+        return None
 
 
 def adapter_of(job: Job) -> planner.Adapter:

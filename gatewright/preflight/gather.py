@@ -7,7 +7,7 @@ from os.path import isfile  # false, and no error, for a name that no file can h
 from pathlib import Path
 from typing import Any
 
-from gatewright.planner.catalogue import find_gpu, find_shape
+from gatewright.planner.catalogue import find_gpu, find_shape, gpus
 from gatewright.preflight.folder import Folder, is_weights_folder, read_folder
 from gatewright.preflight.job import Job, Written
 from gatewright.preflight.readers.axolotl import read_axolotl
@@ -21,9 +21,11 @@ from gatewright.preflight.readers.swift import read_swift, read_swift_megatron
 from gatewright.preflight.reading import Reading, Unread
 from gatewright.preflight.source import Leaf, Source, UnreadableFile, leaves, read_document, read_source
 from gatewright.spec.errors import GatewrightError
-from gatewright.spec.probe import read_probe
+from gatewright.spec.hardware import Gpu
+from gatewright.spec.probe import Probe, read_probe
 from gatewright.spec.shape import ModelShape
 
+SAME_MEMORY = 0.05
 MAX_FILES = 40
 """Files read in one check, named ones with them."""
 _FIELDS = frozenset(item.name for item in fields(Job))
@@ -223,7 +225,18 @@ def together(readings: Sequence[Reading], given: Given) -> Job:
     job = replace(job, shape=_shape(job.model), teacher_shape=_shape(job.teacher))
     if job.lumi:
         gpu_names.append("mi250x-gcd")
-    return replace(job, gpu=next(filter(None, map(_gpu, gpu_names)), None))
+    return replace(job, gpu=next(filter(None, map(_gpu, gpu_names)), None) or _measured_gpu(job.probe))
+
+
+def _measured_gpu(probe: Probe | None) -> Gpu | None:
+    """The catalogue's GPU that the probe saw: its name within the device's, its memory the nearest, and near."""
+    if probe is None or not probe.devices:
+        return None
+    device = probe.devices[0]
+    words = device.name.lower().replace("_", " ").replace("-", " ").split()
+    named = [item for item in gpus() if set(item.name.split("-")[:1]) & set(words)]
+    near = [item for item in named if abs(device.total_bytes / item.memory_bytes - 1) < SAME_MEMORY]
+    return min(near, key=lambda item: abs(device.total_bytes - item.memory_bytes), default=None)
 
 
 def _disagreements(said: dict[str, list[Written[Any]]]) -> Iterable[tuple[Written[Any], ...]]:

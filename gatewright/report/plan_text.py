@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gatewright.spec.hardware import GB, GIB, Gpu
-from gatewright.spec.plan import PHASE_TITLES, Candidate, CostEstimate, MemoryEstimate, Phase, Plan, TimeEstimate
+from gatewright.spec.plan import PHASE_TITLES, Candidate, CostEstimate, Knob, MemoryEstimate, Phase, Plan, TimeEstimate
 
 WIDTH = 100
 BAR = 44
@@ -46,10 +46,23 @@ def render_plan(plan: Plan, *, explain: bool = False) -> str:
         lines += ["", "also fits", *(candidate_line(plan, item) for item in plan.alternatives)]
     if plan.rejected:
         lines += ["", "does not" if chosen else "closest", *misses(plan.rejected)]
+    if plan.knobs and (chosen is None or is_tight(plan)):
+        lines += ["", "would take off", *(knob_line(knob) for knob in plan.knobs)]
     if explain and chosen is not None and chosen.memory is not None:
         lines += ["", *explanation(chosen.memory)]
     lines += wrapped("notes", plan.notes)
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def is_tight(plan: Plan) -> bool:
+    """The upper end of the chosen layout's range is more than the GPU has."""
+    memory = plan.chosen.memory if plan.chosen else None
+    return memory is not None and memory.device.high_bytes > plan.gpu_memory_bytes
+
+
+def knob_line(knob: Knob) -> str:
+    change = f"{knob.setting}: {knob.was} → {knob.value}"
+    return f"  {change:<48s}{gib(knob.saved_bytes):>8s} GiB, {gib(knob.device_bytes)} left"
 
 
 def headline(plan: Plan) -> str:
@@ -59,7 +72,7 @@ def headline(plan: Plan) -> str:
         return f"does not fit: {plan.gpus} × {plan.gpu}{shortage(plan)}{enough}"
     memory = plan.chosen.memory
     room = plan.gpu_memory_bytes - memory.device.bytes
-    tight = ", tight" if memory.device.high_bytes > plan.gpu_memory_bytes else ""
+    tight = ", tight" if is_tight(plan) else ""
     return (
         f"fits: {plan.gpus} × {plan.gpu}, {gib(memory.device.bytes)} GiB of {gib(plan.gpu_memory_bytes)} at the "
         f"{PHASE_TITLES[memory.peak.name]}, {gib(room)} GiB head-room{tight}"

@@ -60,6 +60,11 @@ class RoutingRecord:
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         return [part for part in np.split(counts, starts[1:]) if len(part)]
 
+    def whole_documents(self) -> tuple[Ints, Ints]:
+        """[D] tokens and [D, L, E] assignments of each document, in order, its last tokens too."""
+        starts = np.flatnonzero(np.diff(self.document, prepend=-1))
+        return np.add.reduceat(self.tokens, starts), np.add.reduceat(self.counts, starts, dtype=np.int64)
+
     def only(self, documents: Ints) -> "RoutingRecord":
         """The rows of these documents."""
         kept = np.isin(self.document, documents)

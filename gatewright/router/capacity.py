@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gatewright.router.blocks import Ints, RoutingRecord
+from gatewright.router.capacity_packs import LayerPacks
 from gatewright.router.capacity_pools import LayerPools
 from gatewright.router.drop import independent_factor, mean_drop, smallest_factor
 from gatewright.spec.errors import DataError, UserError
@@ -42,7 +43,10 @@ class Question:
     """What the factor is wanted for. Raises UserError for numbers that make no sense."""
 
     tokens: int
-    """Tokens of a document in the micro-batch, L. Under context parallelism with capacity on the sender: L / cp."""
+    """Tokens of a document in the micro-batch, L; of the micro-batch where it is a pack. Under context parallelism with
+    capacity on the sender: L / cp."""
+    packed: bool = False
+    """Whether the micro-batch holds whole documents of any length, as many as fit into `tokens`."""
     documents: int = 1
     """Documents in a rank's micro-batch."""
     ep: int = 1
@@ -57,6 +61,8 @@ class Question:
         for name, number in (("tokens", self.tokens), ("documents", self.documents), ("ep", self.ep)):
             if number < 1:
                 raise UserError(f"{name} = {number}; wanted at least 1")
+        if self.packed and self.documents > 1:
+            raise UserError(f"documents = {self.documents}: a pack holds as many documents as fit; leave it at 1")
         if not 0.0 < self.drop < 1.0:
             raise UserError(
                 f"drop = {self.drop:g}; wanted a share above 0 and below 1, such as 0.01. No sample can promise 0: "
@@ -65,7 +71,7 @@ class Question:
 
     @property
     def pool(self) -> int:
-        """Documents that share a capacity, n."""
+        """Documents that share a capacity, n; packs, where micro-batches are packs."""
         return self.documents * (self.ep if self.per == "rank" else 1)
 
     def groups(self, experts: int) -> int:
@@ -96,11 +102,11 @@ class CapacityEstimate:
     floor: float
     layer: int
     """Layer index of that layer."""
-    method: Literal["bootstrap", "fit"]
+    method: Literal["bootstrap", "fit", "packs"]
     documents: int
     """Documents that the estimate rests on."""
     longest_tokens: int
-    """Longest runs that were seen: `tokens` for a bootstrap, shorter for a fit."""
+    """Longest runs that were seen: `tokens` for a bootstrap, shorter for a fit; for packs the longest document."""
     independent: float
     """What the same bound asks for if tokens were independent and experts alike: what the usual argument gives."""
     independent_drop: float
@@ -111,15 +117,16 @@ class CapacityEstimate:
 def estimate_capacity(record: RoutingRecord, question: Question, *, seed: int = 0) -> CapacityEstimate:
     """The capacity factor for `question`. Raises DataError when the record holds too few long enough documents."""
     draw = np.random.default_rng(seed)
-    layers = _layers(record, question)
-    factors = [layer.factor(draw, drop=question.drop) for layer in layers]
+    basis, layers = _layers(record, question)
+    floors = [smallest_factor(layer.mean_G[None], drop=question.drop) for layer in layers]
+    # Drawn pools may come out a hair under what is certain.
+    factors = [max(floor, layer.factor(draw, drop=question.drop)) for floor, layer in zip(floors, layers, strict=True)]
     worst = int(np.argmax(factors))
     close = [layer for layer, factor in zip(layers, factors, strict=True) if factor >= CLOSE * factors[worst]]
     resampled = []
     for _ in range(RESAMPLES):
         chosen = draw.integers(layers[0].documents, size=layers[0].documents)
         resampled.append(max(layer.resampled_factor(draw, chosen, drop=question.drop) for layer in close))
-    floors = [smallest_factor(layer.mean_G[None], drop=question.drop) for layer in layers]
     independent = independent_factor(
         groups=question.groups(record.experts),
         assignments=question.tokens * question.pool * record.top_k,
@@ -130,9 +137,9 @@ def estimate_capacity(record: RoutingRecord, question: Question, *, seed: int = 
         factor=factors[worst],
         floor=max(floors),
         layer=record.layers[worst],
-        method="fit" if layers[0].by_length else "bootstrap",
+        method=basis.method,
         documents=layers[0].documents,
-        longest_tokens=record.block_tokens * layers[0].blocks,
+        longest_tokens=basis.longest_tokens,
         independent=independent,
         independent_drop=max(layer.drop(draw, factor=independent) for layer in layers),
         layers=tuple(
@@ -150,14 +157,43 @@ def estimate_drop(record: RoutingRecord, question: Question, factor: float, *, s
     if not factor > 0:
         raise UserError(f"factor = {factor:g}; wanted more than 0")
     draw = np.random.default_rng(seed)
-    layers = _layers(record, question)
+    _, layers = _layers(record, question)
     endless = max(mean_drop(layer.mean_G[None], factor) for layer in layers)
     return max(layer.drop(draw, factor=factor) for layer in layers), endless
 
 
-def _layers(record: RoutingRecord, question: Question) -> list[LayerPools]:
-    """Each layer's runs, from the documents that are long enough, or else from the longest of them."""
+Layer = LayerPools | LayerPacks
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    method: Literal["bootstrap", "fit", "packs"]
+    longest_tokens: int
+
+
+def _layers(record: RoutingRecord, question: Question) -> tuple[_Basis, Sequence[Layer]]:
+    """What there is to draw pools from, for each layer."""
     groups = question.groups(record.experts)
+    return _packs(record, question, groups) if question.packed else _runs(record, question, groups)
+
+
+def _packs(record: RoutingRecord, question: Question, groups: int) -> tuple[_Basis, list[LayerPacks]]:
+    """Documents that a pack can hold."""
+    tokens, counts = record.whole_documents()
+    fits = tokens <= question.tokens
+    if fits.sum() < LEAST_DOCUMENTS:
+        raise DataError(
+            f"too few documents: {fits.sum()} of {record.documents} fit into {question.tokens:,} tokens, wanted "
+            f"{LEAST_DOCUMENTS}; measure more with `gatewright router measure RUN.yaml --documents N`, or ask for "
+            "longer packs"
+        )
+    grouped, room = _grouped(counts[fits], groups), question.tokens * question.pool
+    layers = [LayerPacks(grouped[:, row], tokens[fits], room) for row in range(len(record.layers))]
+    return _Basis("packs", int(tokens[fits].max())), layers
+
+
+def _runs(record: RoutingRecord, question: Question, groups: int) -> tuple[_Basis, list[LayerPools]]:
+    """Runs of the documents that are long enough, or else of the longest length that enough of them have."""
     if question.tokens < record.block_tokens:
         raise UserError(
             f"tokens = {question.tokens}: routing was recorded in blocks of {record.block_tokens}; wanted as many"
@@ -166,16 +202,18 @@ def _layers(record: RoutingRecord, question: Question) -> list[LayerPools]:
     blocks = question.tokens // record.block_tokens
     documents = [_grouped(counts, groups) for counts in record.whole_blocks()]
     used = [counts for counts in documents if len(counts) >= blocks]
-    if len(used) < LEAST_DOCUMENTS:
-        longest = _longest_run(documents)
-        if longest < SHORTEST_FIT:
-            raise DataError(
-                f"too few documents: {len(used)} of {record.documents} have {question.tokens:,} tokens, and fewer than "
-                f"{LEAST_DOCUMENTS} have {SHORTEST_FIT * record.block_tokens:,}, the least that a fit needs; measure "
-                "more with `gatewright router measure RUN.yaml --documents N`, or ask for shorter ones"
-            )
-        used = [counts for counts in documents if len(counts) >= longest]
-    return [LayerPools([counts[:, row] for counts in used], blocks, question.pool) for row in range(len(record.layers))]
+    enough = len(used) >= LEAST_DOCUMENTS
+    seen = blocks if enough else _longest_run(documents)
+    if not enough and seen < SHORTEST_FIT:
+        raise DataError(
+            f"too few documents: {len(used)} of {record.documents} have {question.tokens:,} tokens, and fewer than "
+            f"{LEAST_DOCUMENTS} have {SHORTEST_FIT * record.block_tokens:,}, the least that a fit needs; measure more "
+            "with `gatewright router measure RUN.yaml --documents N`, or ask with --packed for packs of whole documents"
+        )
+    used = [counts for counts in documents if len(counts) >= seen]
+    by_layer = [[counts[:, row] for counts in used] for row in range(len(record.layers))]
+    layers = [LayerPools(documents, blocks, question.pool) for documents in by_layer]
+    return _Basis("bootstrap" if enough else "fit", seen * record.block_tokens), layers
 
 
 def _longest_run(documents: Sequence[Ints]) -> int:
@@ -185,7 +223,7 @@ def _longest_run(documents: Sequence[Ints]) -> int:
 
 
 def _grouped(counts_BLE: Ints, groups: int) -> Ints:
-    """[B, L, G]: the experts of each group together, in their order."""
-    blocks, layers, experts = counts_BLE.shape
-    grouped: Ints = counts_BLE.reshape(blocks, layers, groups, experts // groups).sum(axis=3)
+    """[B, L, G]: the experts of each group together, in their order. B blocks, or documents."""
+    rows, layers, experts = counts_BLE.shape
+    grouped: Ints = counts_BLE.reshape(rows, layers, groups, experts // groups).sum(axis=3)
     return grouped

@@ -30,13 +30,13 @@ class LayerPools:
         """documents: counts [blocks, G] each. Where one is shorter than `blocks`, the longest runs of all serve."""
         self.pool = pool
         self.wanted = blocks
-        self.blocks = min(blocks, min(len(counts) for counts in documents))
-        runs = [_runs(counts, self.blocks) for counts in documents]
+        self.seen = min(blocks, min(len(counts) for counts in documents))
+        runs = [_runs(counts, self.seen) for counts in documents]
         self.loads_NG = np.concatenate(runs)
         self.mean_DG = np.stack([run.mean(axis=0) for run in runs])
         self.sizes_D = np.array([len(run) for run in runs])
         self.starts_D = np.cumsum(self.sizes_D) - self.sizes_D
-        self.by_length = SharesByLength(documents) if self.blocks < blocks else None
+        self.by_length = SharesByLength(documents) if self.seen < blocks else None
 
     @property
     def mean_G(self) -> Floats:
@@ -82,7 +82,7 @@ class LayerPools:
         if self.by_length is None:
             return loads_RG
         fitted = fit_variance(*self.by_length.variances(chosen))
-        here = fitted(self.blocks)
+        here = fitted(self.seen)
         scale = math.sqrt(fitted(self.wanted) / here) if here else 1.0
         mean_G = self.mean_DG[chosen].mean(axis=0)
         shrunk: Floats = mean_G + scale * (loads_RG - mean_G)

@@ -44,6 +44,8 @@ def capacity_text(
     else:
         answer = f"Capacity factor {_up(estimate.upper):.2f} per {question.per} keeps drops under {question.drop:.2%}"
     context = f"{question.documents} × {question.tokens:,} tokens a rank"
+    if question.packed:
+        context = f"packs of {question.tokens:,} tokens"
     if question.per == "rank":
         context += f", pooled over {question.ep} ranks"
     lines = [
@@ -96,6 +98,8 @@ def _up(factor: float) -> float:
 
 
 def _basis(estimate: CapacityEstimate, question: Question) -> str:
+    if estimate.method == "packs":
+        return f"{estimate.documents} documents of at most {estimate.longest_tokens:,} tokens, drawn to fill packs"
     if estimate.method == "bootstrap":
         return (
             f"{estimate.documents} documents that are long enough, drawn in runs of {estimate.longest_tokens:,} tokens"

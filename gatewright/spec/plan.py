@@ -140,6 +140,23 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """A setting that takes memory off the fullest rank, and what is left then."""
+
+    name: str
+    """What it does, as the doctor's table of settings calls it: recompute_activations."""
+    setting: str
+    """Key of the run file."""
+    was: str
+    value: str
+    saved_bytes: int
+    """Of the device's memory."""
+    allocated_bytes: int
+    """Predicted at the peak, with the new value."""
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The answer to one planning question."""
 
@@ -159,8 +176,16 @@ class Plan:
     """The nearest misses: illegal, or too large."""
     fewest_gpus: int | None = None
     """Fewest GPUs of this kind that fit, over the sizes looked at."""
+    knobs: tuple[Knob, ...] = ()
+    """Settings that would take memory off the chosen layout, or off the nearest that is too large; most first."""
     notes: tuple[str, ...] = field(default=())
     """What the reader should know: the case computed, assumptions, checks that could not be made."""
+
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """Of the chosen layout, or of the nearest that is too large."""
+        every = (self.chosen, *self.rejected)
+        return next((item.memory for item in every if item is not None and item.memory is not None), None)
 
     @property
     def fits(self) -> bool:

@@ -191,7 +191,7 @@ class Guard(Section):
     """What to do at each further alarm, in order. lower_lr and balance answer yellow and worse, freeze and bias orange
     and worse, rollback, reset and stop red only."""
     every_steps: PositiveInt = 25
-    """Steps between two looks at the router."""
+    """Steps between two looks at the router. Over the first two such spans the looks are two fifths of that apart."""
     probe_tokens: PositiveInt = 4096
     """Size of the fixed probe batch, taken from the held-out data, or from the training data without one."""
     yellow_kl: Annotated[float, Field(gt=0)] = 0.3
@@ -203,7 +203,7 @@ class Guard(Section):
     orange_starved: Fraction = 0.05
     """Orange: share of all experts that starve (under a tenth of the fair share) and did not at step 0."""
     orange_cv: Annotated[float, Field(gt=1)] = 1.3
-    """Orange: load CV of a layer over that of step 0."""
+    """Orange: largest load CV of any layer over the largest at step 0."""
     red_dead: PositiveInt = 1
     """Red: experts without a token, on two looks in a row with enough tokens, that had some at step 0."""
     lower_lr_to: Annotated[float, Field(gt=0, lt=1)] = 0.1

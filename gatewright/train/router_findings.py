@@ -2,6 +2,7 @@
 
 import torch
 
+from gatewright.router.health import LEAST_EVIDENCE, evidence, evidence_tokens
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import Finding
 from gatewright.train.router import RouterControl
@@ -37,14 +38,31 @@ def router_findings(control: RouterControl, *, ep: int) -> list[Finding]:
     if idle and not control.guard.trains:
         text = f"router.guard: {', '.join(idle)} will change nothing, since the router is frozen"
         found.append(Finding(severity="note", text=text))
-    if settings.bias_rate and not control.has_bias:
+    wants_bias = "router.bias_rate" if settings.bias_rate else "router.guard.action: bias"
+    if (settings.bias_rate or "bias" in settings.guard.action) and not control.has_bias:
         raise RunFileError(
-            f"router.bias_rate {settings.bias_rate:g}: the routers of {type(control.model).__name__} have no "
-            "e_score_correction_bias to move; set it to 0, or use router.balance"
+            f"{wants_bias}: the routers of {type(control.model).__name__} have no e_score_correction_bias to move; "
+            "leave it out, or use balance"
         )
+    if settings.guard.action:
+        found += _evidence(control)
     if settings.capacity != "dropless":
         found.append(_outlook(control, settings.capacity, ep=ep))
     return found
+
+
+def _evidence(control: RouterControl) -> list[Finding]:
+    """Says so where the probe is too small to call an expert dead, which makes red impossible."""
+    shape = {"top_k": control.top_k, "experts": control.experts, "inflation": control.reference.inflation}
+    tokens = sum(batch.tokens for batch in control.probe)
+    if evidence(tokens, **shape) >= LEAST_EVIDENCE:
+        return []
+    wanted = evidence_tokens(**shape)
+    text = (
+        f"router.guard: no expert can be called dead on a probe of {tokens:,} tokens (it takes {wanted:,}): the guard "
+        "will never see red. Raise router.guard.probe_tokens, and every_steps, since a look may take 2 % of the time"
+    )
+    return [Finding(severity="warning", text=text)]
 
 
 def _outlook(control: RouterControl, factor: float, *, ep: int) -> Finding:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from gatewright.data.batch import Batch, make_batch
 from gatewright.data.loader import Loader
 from gatewright.model.routing import RouterWatch, Seen
-from gatewright.router.health import count_health, variance_inflation
+from gatewright.router.health import LEAST_INFLATION, count_health, variance_inflation
 from gatewright.spec.event import RouterHealth
 from gatewright.train.forward import hidden_states
 
@@ -159,7 +159,9 @@ def _drift(weight: Tensor, weight_0: Tensor) -> float:
 
 
 def _inflation(seen: list[dict[int, Seen]], probe: list[Batch]) -> float:
-    """The largest over layers; 1 for a probe of a single document, which tells nothing about it."""
+    """The largest over layers; for a probe of a single document, which tells nothing, the smallest we ever measured."""
+    if sum(len(batch.lengths) for batch in probe) < 2:
+        return LEAST_INFLATION
     worst = 1.0
     for layer in seen[0]:
         experts = seen[0][layer].scores_TE.shape[1]

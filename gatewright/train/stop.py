@@ -73,7 +73,9 @@ def listen(announce: str, *, say: object = print, deadline: Deadline | None = No
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # a late SIGUSR1 must not end a process that has saved and is leaving
+            late = number == signal.SIGUSR1 and handler == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if late else handler)
 
 
 def _ranks() -> int:

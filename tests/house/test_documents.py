@@ -15,6 +15,7 @@ from gatewright.cli import EXTRAS, app
 
 VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor", "probe"} | {
     *("submit", "status", "list", "logs", "cancel", "cluster show"),
+    "data schedule",
     *("router measure", "router capacity", "router placement"),
 }
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""

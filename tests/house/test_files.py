@@ -8,7 +8,10 @@ from tree import PACKAGE, ROOT, role
 
 MAX_LINES = 400
 DRAWERS = {"utils.py", "util.py", "common.py", "helpers.py", "base.py", "misc.py"}
-COMMAND_LINE = tuple(PACKAGE / f"{name}.py" for name in ("cli", "cli_campaign", "cli_check", "cli_plan", "cli_router"))
+COMMAND_LINE = tuple(
+    PACKAGE / f"{name}.py"
+    for name in ("cli", "cli_campaign", "cli_check", "cli_data", "cli_plan", "cli_probe", "cli_router")
+)
 """Where a verb imports its part of the house when it is called."""
 HOMES = ("gatewright", "examples", "benchmarks", "tests")
 

@@ -131,13 +131,12 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path, changes: dict[str, obj
 
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
-    run = tiny.make_run(tmp_path, "qwen3_moe", router__guard={"action": ["freeze"]}, method__adapter__dropout=0.1)
+    run = tiny.make_run(tmp_path, "qwen3_moe", router__guard={"action": ["freeze"]})
     console = Console(record=True, width=200)
     assert loop.train(run, console=console) == 0
-    text = console.export_text()
-    assert "note: router.guard: freeze will change nothing" in text
-    assert "warning: method.adapter.dropout 0.1 applies to linear layers only" in text
-    assert len(tiny.events(run, "finding")) == 2
+    wanted = "router.guard: freeze will change nothing"
+    assert f"note: {wanted}" in console.export_text()
+    assert any(wanted in str(event["text"]) for event in tiny.events(run, "finding"))
 
 
 def test_the_command_line_shows_no_traceback(tmp_path: Path) -> None:

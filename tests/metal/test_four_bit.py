@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from bitsandbytes import functional as bnb
+from families import FAMILIES, save_family
 from fp8_made import save_fp8
 from peft import PeftModel
 from rich.console import Console
@@ -17,12 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gatewright.model.adapters import add_adapters
 from gatewright.model.attention import choose_kernel
 from gatewright.model.experts import find_experts, plain_experts, sort_rows
 from gatewright.model.four_bit import PIECE, quantize_nf4
 from gatewright.model.load import load_model
 from gatewright.model.quantized import QuantizedWeight, quantized_names
 from gatewright.model.quantized_load import Quantize
+from gatewright.model.recompute import recompute
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.run import Run
@@ -142,6 +145,44 @@ def test_a_step_equals_one_on_the_weights_it_stands_for(
     for name, gradient in grads.items():
         assert torch.equal(gradient, wanted_grads[name]), name
     assert any(g.abs().sum() > 0 for g in grads.values())
+
+
+ONE_ROW = {
+    "input_ids": torch.arange(14)[None],
+    "position_ids": torch.arange(14)[None],
+    "cu_seq_lens_q": torch.tensor([0, 14], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 14], dtype=torch.int32),
+    "max_length_q": 14,
+    "max_length_k": 14,
+    "use_cache": False,
+}
+
+
+def family_gradients(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, Tensor]:
+    """Of every adapter, from one recomputed row, B being no zero."""
+    add_adapters(model, spec.Adapter(rank=4, targets=list(targets)), seed=0)
+    recompute(model, "full")
+    model.train()
+    trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in trains.values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    logits = model(**ONE_ROW).logits[0]
+    nn.functional.cross_entropy(logits[:-1], ONE_ROW["input_ids"][0, 1:]).backward()
+    return {name: p.grad for name, p in trains.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "deepseek_v3", "deepseek_v4", "gpt_oss", "granitemoehybrid", "llama4"])
+def test_families_train_on_nf4_as_on_the_weights_it_stands_for(name: str, tmp_path: Path) -> None:
+    folder = save_family(name, tmp_path)
+    small, plain = load(folder), load(folder, "none")
+    with torch.no_grad():
+        for weight, parameter in zip(small.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(dense_of(weight))
+    got, wanted = (family_gradients(model, FAMILIES[name].targets) for model in (small, plain))
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(got[key], gradient, atol=1e-6, rtol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

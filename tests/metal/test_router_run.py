@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gatewright.model.capacity import Capacity, kept
 from gatewright.spec.errors import RouterCollapsed, RunFileError
+from gatewright.spec.event import Event, Finding
 from gatewright.spec.run import Run
 from gatewright.train.loop import train
 from gatewright.train.setup import set_up
@@ -93,9 +94,16 @@ def test_the_bias_moves_the_load_and_is_saved(tmp_path: Path) -> None:
     assert bias.abs().max() > 0.1 and bias.mean().abs() < 1e-5
 
 
-def test_a_router_without_a_bias_refuses_its_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"router__bias_rate": 1e-3}, {"router__guard": {"action": ["bias"]}}])
+def test_a_router_without_a_bias_refuses_its_update(tmp_path: Path, settings: dict[str, object]) -> None:
     with pytest.raises(RunFileError, match="no e_score_correction_bias"):
-        set_up(tiny.make_run(tmp_path, "mixtral", router__bias_rate=1e-3), log=lambda event: None)
+        set_up(tiny.make_run(tmp_path, "mixtral", **settings), log=lambda event: None)
+
+
+def test_a_probe_too_small_to_see_death_is_said(tmp_path: Path) -> None:
+    said: list[Event] = []
+    set_up(tiny.make_run(tmp_path, "qwen3_moe", router__guard={"action": ["stop"], "every_steps": 1}), log=said.append)
+    assert any(isinstance(e, Finding) and "never see red" in e.text for e in said)
 
 
 @pytest.mark.parametrize("key", ["train", "balance", "z", "capacity"])

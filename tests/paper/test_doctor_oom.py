@@ -1,12 +1,19 @@
 """Out-of-memory sentences of all PyTorch versions are read to the byte and judged by their numbers and their phase."""
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 
+from gatewright.doctor.beside_plan import find_plan
 from gatewright.doctor.diagnosis import Diagnosis, diagnose
+from gatewright.doctor.knobs import turned
 from gatewright.doctor.oom_cause import judge_oom
 from gatewright.doctor.oom_sentence import parse_oom
+from gatewright.planner.plan import plan
+from gatewright.report.plan_text import as_json
+from gatewright.spec.errors import UserError
 from gatewright.spec.plan import Interval, MemoryEstimate, Part, Phase
 from gatewright.spec.run import Run
 
@@ -187,6 +194,58 @@ def test_beside_a_plan_the_expected_bytes_and_the_largest_parts_are_told() -> No
     assert "The plan expected 30.00 GiB allocated (28.00 GiB to 32.00 GiB)" in root.text
     assert "41.00 GiB were live or asked for, more than that" in root.text
     assert "weights 20.00 GiB, logits 9.00 GiB" in root.text
+
+
+def test_each_knob_of_the_plan_is_told_with_its_bytes_and_whether_they_suffice(tmp_path: Path) -> None:
+    planned = plan(
+        "Qwen3-30B-A3B", gpus=1, gpu="h100-sxm", targets=("attention", "experts"), checkpointing="none", storage="bf16"
+    )
+    (tmp_path / "plan.json").write_text(json.dumps(as_json(planned)), encoding="utf-8")
+    read = find_plan([tmp_path / "run.log"])
+    assert read == planned == find_plan([tmp_path])
+    text = sentence(tried=2.0, total=79.1, free=0.5, allocated=77.0, unused=0.3)
+    root = diagnose([], stdin=io.BytesIO(text.encode()), planned=read.memory, knobs=read.knobs).root
+    assert root is not None and root.number["cause"] == "pressure"
+    by_setting = {knob.setting: knob for knob in planned.knobs}
+    full, rank = by_setting["train.checkpointing"], by_setting["method.adapter.rank"]
+    assert 20 * GIB < full.saved_bytes < 30 * GIB and rank.device_bytes > 80 * GIB
+    [said] = [text for text in root.fix if text.startswith("train.checkpointing")]
+    assert f"{full.saved_bytes / GIB:.2f} GiB off" in said and "would fit the card's 79.10 GiB" in said
+    [said] = [text for text in root.fix if text.startswith("method.adapter.rank")]
+    assert "would still be too much for the card's 79.10 GiB" in said
+    assert root.number["train.checkpointing saves_bytes"] == full.saved_bytes
+    assert root.changes[0].diff() == ("- method.quantize: none", "+ method.quantize: nf4")
+
+
+def test_what_is_live_beyond_the_plan_is_added_to_each_prediction() -> None:
+    planned = plan("Qwen3-8B", gpus=1, gpu="h200", checkpointing="none")
+    knob = next(knob for knob in planned.knobs if knob.setting == "train.checkpointing")
+    assert planned.memory is not None
+    over = planned.memory.allocated.bytes + 60 * GIB
+    text = sentence(tried=2.0, total=100.0, free=0.1, allocated=over / GIB - 2, unused=0.1)
+    root = diagnose([], stdin=io.BytesIO(text.encode()), planned=planned.memory, knobs=[knob]).root
+    assert root is not None and knob.device_bytes < 98 * GIB
+    left = knob.device_bytes / GIB + 60
+    assert f"the {left:.2f} GiB that are left" in root.fix[0]
+
+
+def test_knobs_are_named_as_the_tool_names_them_and_not_told_for_other_causes() -> None:
+    planned = plan("Qwen3-8B", gpus=1, gpu="h200", checkpointing="none")
+    named = {(tool, knob.name): turned(tool, knob) for tool in ("huggingface", "megatron") for knob in planned.knobs}
+    found = named["huggingface", "recompute_activations"]
+    assert found is not None and (found.setting, found.where) == ("gradient_checkpointing", "training arguments")
+    fragmented = sentence(tried=2.0, total=40.0, free=1.0, allocated=30.0, unused=8.0)
+    root = diagnose([], stdin=io.BytesIO(fragmented.encode()), planned=planned.memory, knobs=planned.knobs).root
+    assert root is not None and root.name == "oom-fragmentation"
+    assert not any("predicted" in text for text in root.fix)
+
+
+@pytest.mark.parametrize(("content", "says"), [("{", "not JSON"), ("[]", "is no plan"), ('{"model": 3}', "is no plan")])
+def test_a_broken_plan_is_one_sentence(content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(UserError, match=says):
+        find_plan([tmp_path / "run.log"])
+    assert find_plan([tmp_path / "elsewhere" / "run.log"]) is None
 
 
 def test_with_the_run_file_a_change_shows_what_is_set_now() -> None:

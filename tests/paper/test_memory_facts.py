@@ -1,5 +1,7 @@
 """The figures a plan must get right: optimizer state of adapters, what fits where, what a stage of ZeRO leaves."""
 
+from dataclasses import replace
+
 from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.cost import estimate_cost
 from gatewright.planner.job import Adapter, Job, Layout
@@ -124,3 +126,20 @@ def test_no_part_is_negative_and_each_phase_is_the_sum_of_its_parts() -> None:
         assert all(part.bytes > 0 for phase in memory.phases for part in phase.parts)
         assert memory.allocated.low_bytes < memory.allocated.bytes < memory.allocated.high_bytes
         assert memory.allocated.bytes <= memory.reserved.bytes <= memory.device.bytes
+
+
+def test_the_busiest_rank_of_expert_parallelism_is_planned_not_the_mean() -> None:
+    """OLMoE on Tulu 3: 1.25 times the mean at EP 8, 1.56 at EP 16."""
+    shape, adapter = find_shape("Qwen3-30B-A3B"), Adapter(rank=16, roles=frozenset({"attention", "routed_experts"}))
+    job = Job(shape=shape, method="lora", adapter=adapter, checkpointing="none", loss="linear")
+    assert [replace(job, layout=Layout(ranks=16, ep=ep)).overload for ep in (1, 2, 8, 16, 64)] == [
+        1,
+        1.15,
+        1.25,
+        1.55,
+        1.55,
+    ]
+    spread = replace(job, layout=Layout(ranks=8, ep=8))
+    busiest, even = estimate_memory(spread), estimate_memory(replace(spread, imbalance=1.0))
+    kept = [bytes_of(memory, "kept activations") for memory in (busiest, even)]
+    assert 1.05 < kept[0] / kept[1] < 1.25

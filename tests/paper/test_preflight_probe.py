@@ -178,6 +178,24 @@ def test_a_good_machine_yields_nothing_and_a_bare_one_no_error(tmp_path: Path) -
     assert [code for code in judged(bare, [RUN], tmp_path / "bare") if code >= "GW921"] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "total_gib", "known"),
+    [
+        ("NVIDIA H200", 139.72, True),
+        ("NVIDIA H100 80GB HBM3", 79.1, True),
+        ("AMD Instinct MI300X", 191.98, True),
+        ("NVIDIA H200", 79.1, False),
+        ("Tesla K80", 11.2, False),
+    ],
+)
+def test_a_config_that_names_no_gpu_is_judged_for_the_one_that_is_here(
+    name: str, total_gib: float, known: bool, tmp_path: Path
+) -> None:
+    here = replace(DEVICE, name=name, total_bytes=int(total_gib * GIB), free_bytes=GIB)
+    found = judged(replace(GOOD, devices=[here] * 8), [axolotl(sample_packing=True)], tmp_path / "run")
+    assert ("GW921" in found) is known
+
+
 def test_flash_attention_that_is_not_installed(tmp_path: Path) -> None:
     without = replace(GOOD, versions=replace(GOOD.versions, packages={"torch": "2.13.0"}))  # type: ignore[type-var]
     asked = [axolotl(attn_implementation="flash_attention_2")]

@@ -104,6 +104,56 @@ def test_longer_contexts_need_almost_as_much_room_and_larger_pools_need_less() -
     assert independent_factor(groups=16, assignments=8192 * 2, drop=0.01) < 1.01
 
 
+def short_documents(record: RoutingRecord) -> RoutingRecord:
+    """Each document cut to 2 to 11 blocks, so that lengths differ."""
+    numbers = np.unique(record.document)
+    blocks = dict(zip(numbers.tolist(), np.random.default_rng(3).integers(2, 12, size=len(numbers)), strict=True))
+    kept = record.block < np.array([blocks[number] for number in record.document.tolist()])
+    return replace(
+        record,
+        document=record.document[kept],
+        block=record.block[kept],
+        tokens=record.tokens[kept],
+        counts=record.counts[kept],
+    )
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize(
+    "question",
+    [Question(tokens=4096, packed=True), Question(tokens=2048, packed=True, ep=4, per="rank")],
+    ids=["expert", "rank"],
+)
+def test_the_bound_holds_for_packs_of_other_documents(question: Question, half: int) -> None:
+    """Packs filled document by document, apart from the estimator's own drawing."""
+    record = short_documents(read_record(RECORDED))
+    numbers = np.unique(record.document)
+    estimate = estimate_capacity(record.only(numbers[half::2]), question)
+    tokens, counts = record.only(numbers[1 - half :: 2]).whole_documents()
+    draw, drops = np.random.default_rng(1), np.zeros((2, 4))
+    for _ in range(400):
+        total_LE, room = np.zeros(counts.shape[1:], np.int64), question.tokens * question.pool
+        while tokens[number := draw.integers(len(tokens))] <= room:
+            total_LE += counts[number]
+            room -= tokens[number]
+        grouped = total_LE.reshape(4, question.groups(16), -1).sum(axis=2)
+        drops += [drop_share(grouped, factor) for factor in (estimate.upper, estimate.independent)]
+    assert (estimate.method, estimate.documents) == ("packs", 40)
+    assert drops[0].max() / 400 <= 1.5 * question.drop
+    assert drops[1].max() / 400 > 1.5 * question.drop
+
+
+def test_a_long_pack_needs_little_more_than_the_floor_however_it_is_drawn() -> None:
+    """Just under and just over the number of documents from which on it is fixed."""
+    record = short_documents(read_record(RECORDED))
+    mean = record.whole_documents()[0].mean()
+    under, over = (
+        estimate_capacity(record, Question(tokens=int(mean * documents), packed=True)) for documents in (490, 510)
+    )
+    assert under.factor == pytest.approx(over.factor, rel=0.01)
+    assert over.floor <= over.factor <= 1.02 * over.floor
+
+
 # --- small cases that can be known ----------------------------------------------------------------------------------
 
 
@@ -205,6 +255,7 @@ def test_a_factor_drops_what_the_estimate_says() -> None:
         ({"tokens": 0}, "tokens = 0; wanted at least 1"),
         ({"ep": -2}, "ep = -2; wanted at least 1"),
         ({"documents": 0}, "documents = 0"),
+        ({"documents": 2, "packed": True}, "documents = 2: a pack holds as many documents as fit"),
     ],
 )
 def test_a_question_without_sense_is_refused(changes: dict[str, float], words: str) -> None:

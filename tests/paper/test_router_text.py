@@ -72,7 +72,7 @@ def test_capacity_as_json_is_the_estimate(monkeypatch: pytest.MonkeyPatch, capsy
     question = Question(tokens=8192, documents=2, ep=8, per="rank", drop=0.02)
     estimate = estimate_capacity(read_record(RECORDED), question)
     assert code == 0
-    assert answer["question"] == {"tokens": 8192, "documents": 2, "ep": 8, "per": "rank", "drop": 0.02}
+    assert answer["question"] == {"tokens": 8192, "packed": False, "documents": 2, "ep": 8, "per": "rank", "drop": 0.02}
     assert (answer["upper"], answer["factor"], answer["floor"]) == (estimate.upper, estimate.factor, estimate.floor)
     assert len(answer["layers"]) == 4
     assert answer["asked"]["factor"] == 1.25
@@ -111,6 +111,10 @@ def test_a_run_folder_and_its_run_file_lead_to_its_record(
         ),
         (["capacity", str(RECORDED), "--tokens", "8192", "--drop", "1.5"], "drop = 1.5; wanted a share above 0"),
         (["capacity", str(RECORDED), "--tokens", "8192", "--drop", "nan"], "drop = nan; wanted a share above 0"),
+        (
+            ["capacity", str(RECORDED), "--tokens", "8000", "--packed"],
+            "too few documents: 0 of 80 fit into 8,000 tokens",
+        ),
         (["capacity", str(RECORDED), "--tokens", "64"], "routing was recorded in blocks of 128; wanted as many"),
         (["capacity", str(RECORDED), "--tokens", "8192", "--factor", "-1"], "factor = -1; wanted more than 0"),
         (["capacity", "missing.npz", "--tokens", "8192"], "missing.npz: no such file"),
