@@ -1,7 +1,6 @@
 """The training run from its folder to its last step; read it downwards."""
 
 import os
-import shutil
 import statistics
 import time
 from collections import deque
@@ -11,13 +10,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 
-from gatewright.data.batch import Batch
-from gatewright.model.adapter_files import save_adapter
 from gatewright.model.coverage import write_coverage
 from gatewright.model.subset import never_routed_text
-from gatewright.parallel.collect import whole_adapters, whole_state
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
@@ -29,12 +24,13 @@ from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
 from gatewright.train.deadline import Deadline
 from gatewright.train.device import device_name, peak_memory_bytes, pick_device, rng_state, set_rng_state, versions
+from gatewright.train.diverged import explain_divergence
 from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
 from gatewright.train.gate import GateKeeper
 from gatewright.train.optim import learning_rate
-from gatewright.train.prove_adapter import prove_reload, prove_written
+from gatewright.train.output import output_folder, write_output
 from gatewright.train.resume import prove_resume, take_proof
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
@@ -163,7 +159,7 @@ def _steps(
             set_rng_state(random, trainer.device)
             break
         except Diverged as error:
-            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1, ranks=trainer.ranks)) from None
+            raise Diverged(explain_divergence(error, folder, batches, step=index + 1, ranks=trainer.ranks)) from None
         step_s = time.perf_counter() - began
 
         recent_step_s.append(step_s)
@@ -224,7 +220,7 @@ def _steps(
         at_gate = gate.stands_before(done.step, step_s=step_s)
         if last or best or at_gate or done.step % run.train.save_every_steps == 0:
             if last:
-                _write_output(run, trainer)
+                write_output(run, trainer)
                 if silent := trainer.router.silent_experts() if trainer.router and run.adapter else {}:
                     log(Finding(severity="warning", text=never_routed_text(silent)))
             _save(run, folder, trainer, progress, stop, log=log)
@@ -348,36 +344,6 @@ def _evaluate(
     return done
 
 
-def output_folder(run: Run) -> Path:
-    """Where the finished adapter, or the fully fine-tuned model, lies."""
-    return run.folder / ("adapter" if run.method.adapter else "model")
-
-
-def _write_output(run: Run, trainer: Trainer) -> None:
-    """The finished adapter or model, as one process would write it; all ranks must call this."""
-    final = output_folder(run)
-    partial = final.with_name(f".partial-{final.name}")
-    if run.adapter:
-        with whole_adapters(trainer.model, trainer.ranks):
-            if not trainer.ranks.first:
-                return
-            shutil.rmtree(partial, ignore_errors=True)
-            save_adapter(trainer.model, run.adapter, partial, base=run.model.path)
-            prove_written(trainer.model, run.adapter, partial, base=run.model.path)
-        if trainer.ranks.alone:
-            batch = trainer.loader.step(0)[0].to(trainer.device)
-            prove_reload(trainer.model, trainer.head, run.adapter, partial, base=run.model.path, batch=batch)
-    else:
-        state = None if trainer.ranks.alone else whole_state(trainer.model, trainer.ranks)
-        if not trainer.ranks.first:
-            return
-        shutil.rmtree(partial, ignore_errors=True)
-        trainer.model.save_pretrained(partial, state_dict=state)
-    trainer.tokenizer.save_pretrained(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
-
-
 def _is_finished(run: Run, newest: checkpoint.Checkpoint) -> bool:
     progress = read_progress(newest.path)
     return progress.step >= progress.steps and output_folder(run).is_dir()
@@ -409,21 +375,3 @@ def _start(run: Run, trainer: Trainer, *, resumed_step: int | None) -> Start:
 def _track(trackers: list[Tracker], values: dict[str, float], step: int) -> None:
     for tracker in trackers:
         tracker.log(values, step=step)
-
-
-def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, step: int, ranks: Ranks) -> str:
-    """Saves the step's micro-batches (each rank its own) for study and says what is known."""
-    name = f"diverged-step-{step:08d}" + ("" if ranks.alone else f"-rank-{ranks.rank}")
-    file = folder / f"{name}.safetensors"
-    tensors = {}
-    for number, batch in enumerate(batches):
-        tensors[f"{number}/tokens"] = batch.tokens_T.cpu()
-        tensors[f"{number}/labels"] = batch.labels_T.cpu()
-        tensors[f"{number}/cu_seqlens"] = batch.cu_seqlens_S1.cpu()
-        tensors[f"{number}/documents"] = torch.tensor(batch.documents)
-    save_file(tensors, file)
-    return (
-        f"step {step}: {error}; the weights were not updated. The step's micro-batches are in {file} (tokens, "
-        "labels, document numbers). Lower train.lr or train.clip_norm, lengthen train.warmup_steps, or look at those "
-        "documents; a restart goes on from the newest checkpoint"
-    )
