@@ -91,8 +91,10 @@ def install(kernel: Kernel) -> None:
         cu_seqlens, longest = cu_seq_lens_q, max_length_q
         lengths = cu_seqlens.diff().tolist() if document_lengths is None else document_lengths
         if indices is not None:
+            if softcap is not None or sliding_window is not None:
+                raise ModelError(f"{type(module).__name__} bounds the scores of chosen keys, which is not supported")
             if indices.shape[-1] < longest:
-                return attend_to_chosen(query, key, value, lengths, scale, indices), None
+                return attend_to_chosen(query, key, value, lengths, scale, indices, s_aux), None
         elif attention_mask is not None:
             if len(cu_seqlens) != 2 or softcap is not None:
                 raise ModelError(f"{type(module).__name__} asks for an attention mask, which is not supported")
@@ -107,7 +109,7 @@ def install(kernel: Kernel) -> None:
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width)) if kernel.equal_widths else value
             out = kernel.attend(query, key, value, cu_seqlens, longest, scale, sliding_window)[..., :width]
-        return out, None
+        return out.contiguous(), None  # as transformers' own: some modules take a view of it
 
     AttentionInterface.register(NAME, forward)
 

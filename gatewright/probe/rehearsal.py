@@ -54,6 +54,11 @@ def rehearse(
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
     if run.train.optimizer != "adamw":
         raise RunFileError(f"rehearsal: train.optimizer {run.train.optimizer} has no fake kernel; set adamw")
+    if run.method.quantize != "none":
+        raise RunFileError(
+            f"rehearsal: method.quantize {run.method.quantize} has no fake kernel; plan without --simulate, or add "
+            "--set method.quantize=none for the step on dense weights"
+        )
     kernel = stand_in(attention_kernel)
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
