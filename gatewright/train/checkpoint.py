@@ -54,8 +54,12 @@ def save(root: Path, *, step: int, write: Callable[[Path], None], ranks: Ranks |
     try:
         if fault is None:
             write(partial)
-            files = _describe(partial, rank=ranks.rank)
     except (OSError, SafetensorError) as error:
+        fault = _why(error)
+    ranks.wait()  # before anyone looks at the folder: files being written have passing names
+    try:
+        files = _describe(partial, rank=ranks.rank) if fault is None else []
+    except OSError as error:
         fault = _why(error)
     told = ranks.collect((fault, files))
     faults = [f"rank {rank}: {text}" if ranks.size > 1 else text for rank, (text, _) in enumerate(told) if text]
