@@ -31,11 +31,17 @@ class Batch:
     """[S + 1] int32: where each document begins, and T."""
     lengths: tuple[int, ...]
     documents: tuple[int, ...]
-    """Numbers of the documents in their view."""
+    """Numbers of the documents in their view; none in a filler."""
+
+    @property
+    def counts(self) -> bool:
+        """False for a filler."""
+        return bool(self.documents)
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        """0 in a filler."""
+        return sum(self.lengths) if self.counts else 0
 
     @property
     def target_tokens(self) -> int:
@@ -70,4 +76,16 @@ def make_batch(view: DocumentView, documents: Sequence[int]) -> Batch:
         cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(),
         lengths=tuple(lengths),
         documents=tuple(int(number) for number in documents),
+    )
+
+
+def filler() -> Batch:
+    """The micro-batch of a rank that has none left, while others still work: one token, which counts for nothing."""
+    return Batch(
+        tokens_T=torch.zeros(1, dtype=torch.int64),
+        labels_T=torch.full((1,), IGNORED),
+        positions_T=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens_S1=torch.tensor([0, 1], dtype=torch.int32),
+        lengths=(1,),
+        documents=(),
     )

@@ -14,6 +14,8 @@ from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config
 from gatewright.model.recompute import recompute
+from gatewright.parallel.apply import spread_gradients
+from gatewright.parallel.ranks import alone
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
 from gatewright.probe.rehearsal_observe import first_line, observe
@@ -134,10 +136,11 @@ def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTr
 def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:
     """Two optimizer steps; the first brings the optimizer's state into being."""
     parameters = trainable(model)
+    gradients = spread_gradients(model, parameters, alone(torch.device("cpu")))
     optimizer = build_optimizer(parameters, run.train)
     for _ in range(2):
         live.begin_step()
         train_step(
-            model, head_of(model), optimizer, parameters, batches,
+            model, head_of(model), optimizer, gradients, batches,
             lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
         )  # fmt: skip
