@@ -61,7 +61,7 @@ def add_adapters(
             _adapt_matrix(model, path, adapter, seed=seed)
         elif chosen is None:
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=None)
-        elif first.layer in chosen:
+        elif first.layer is not None and first.layer in chosen:
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=chosen[first.layer])
     for path in full:
         _hold_in_float32(model.get_submodule(path))

@@ -89,11 +89,8 @@ def by_role(rows: Iterable[Coverage]) -> list[Row]:
     """The rows of a ModelLoaded event: one a role, summed over its layers."""
     totals: dict[str, Row] = {}
     for row in rows:
-        total = totals.setdefault(
-            row.role,
-            {"role": row.role, "trains": False, "how": "frozen", "rank": 0, "layers": 0, "of_layers": 0}
-            | dict.fromkeys(_SUMS.values(), 0),
-        )
+        start: Row = {"role": row.role, "trains": False, "how": "frozen", "rank": 0, "layers": 0, "of_layers": 0}
+        total = totals.setdefault(row.role, start | dict.fromkeys(_SUMS.values(), 0))
         total["of_layers"] = int(total["of_layers"]) + 1
         total["layers"] = int(total["layers"]) + (row.trains != "frozen")
         total["trains"] = bool(total["trains"]) or row.trains != "frozen"
