@@ -157,10 +157,21 @@ def ensure_successor(link: Link, *, exclude: Sequence[str]) -> str | None:
         return None
     try:
         waiting = waiting_jobs(link)
-        return waiting[0] if waiting else link.queue.submit(link.folder.script, exclude=exclude)
+        return waiting[0] if waiting else _submit(link, exclude)
     except (QueueSilent, QueueRefused) as error:
         link.notes[f"no successor was queued at first: {error}"] = None
         return None
+
+
+def _submit(link: Link, exclude: Sequence[str]) -> str:
+    """Queues the script, away from nodes that failed where enough others are left."""
+    try:
+        return link.queue.submit(link.folder.script, exclude=exclude)
+    except QueueRefused:
+        if not exclude:
+            raise
+        say(f"SLURM has not enough nodes besides {', '.join(exclude)}: they may be taken again")
+        return link.queue.submit(link.folder.script)
 
 
 def waiting_jobs(link: Link) -> list[str]:
@@ -322,9 +333,10 @@ def settle(link: Link, life: Life, ending: Ending) -> int:
         halt(link, step.reason)
     elif life.faulty_nodes and link.queue.kind == "slurm":
         with suppress(QueueSilent, QueueRefused):
-            link.queue.cancel(waiting_jobs(link))  # it would go to the faulty node
-            successor = link.queue.submit(link.folder.script, exclude=step.exclude)
-            say(f"job {successor} goes on without {', '.join(step.exclude)}")
+            waiting = waiting_jobs(link)
+            successor = _submit(link, step.exclude)
+            link.queue.cancel(waiting)  # they might go to the faulty node
+            say(f"job {successor} goes on, away from {', '.join(step.exclude)}")
     else:
         ensure_successor(link, exclude=step.exclude)
     update_ledger(link.jobs, link.campaign)
