@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from gatewright.spec.errors import GatewrightError
 EXIT_CODES: dict[Outcome, int] = {"done": DONE, "left": DONE, "saved": SAVED, "hopeless": HOPELESS}
 KILLED = 137
 """As a shell calls SIGKILL: for a command that did not come to say how it ended."""
-LOCK_WAIT_S = 60.0
+LOCK_WAIT_S, CONTROLLER_WAIT_S = 60.0, 600.0
 LEAST_ASK_S, MOST_ASK_S = 5.0, 120.0
 """How often the queue is asked when this job ends; the more often, the nearer the end is."""
 
@@ -48,6 +48,7 @@ class Link:
     jobs: JobsFolder = field(init=False)
     campaign: Campaign = field(init=False)
     stage: Stage = field(init=False)
+    deadline: Deadline = field(init=False)
     notes: dict[str, None] = field(default_factory=dict)
     """What went on besides, each once."""
 
@@ -57,6 +58,7 @@ class Link:
         if campaign is None:
             raise QueueRefused(f"{self.jobs.path} holds no campaign; submit it again")
         self.campaign, self.stage = campaign, campaign.stage(self.folder.path.name)
+        self.deadline = Deadline(self.began + self.stage.resources.time_limit_s, self.stage.signal_lead_s)
 
     @property
     def run_folder(self) -> Path | None:
@@ -174,6 +176,13 @@ def _submit(link: Link, exclude: Sequence[str]) -> str:
         return link.queue.submit(link.folder.script)
 
 
+def keep_trying(link: Link, done: Callable[[], bool]) -> None:
+    """Asks again while the controller does not answer, for ten minutes at most, and within this job's time."""
+    until = min(time.time() + CONTROLLER_WAIT_S, link.deadline.time - link.deadline.lead_s)
+    while not done() and time.time() < until and not link.signals.first:
+        time.sleep(LEAST_ASK_S)
+
+
 def waiting_jobs(link: Link) -> list[str]:
     """Ids of this chain's other jobs that have not begun."""
     jobs = link.queue.jobs(comment_of(link.jobs, link.stage.name))
@@ -189,26 +198,26 @@ def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
     log = link.folder.log(link.me.job)
     offset = log.stat().st_size if log.exists() else 0
     sys.stdout.flush()
-    deadline = Deadline(link.began + link.stage.resources.time_limit_s, link.stage.signal_lead_s)
-    watch = QueueWatch(link, step, deadline, successor=life.successor)
-    watch.ask()
+    watch = QueueWatch(link, step, successor=life.successor)
+    # srun cannot start a step without the controller
+    keep_trying(link, watch.ask)
     if life.successor is None:
         watch.next_ask = time.time()
     stop_file = link.folder.stop(link.me.key)
     stop_file.unlink(missing_ok=True)
     code, asked = supervise(
         link.command,
-        env={**os.environ, **_environment(link, step, deadline)},
+        env={**os.environ, **_environment(link, step)},
         stop_file=stop_file,
         signals=link.signals,
-        deadline=deadline,
+        deadline=link.deadline,
         hand_on=lambda: _hand_on(link),
         tick=watch.tick,
     )
     stop_file.unlink(missing_ok=True)
     code = _own_exit(link, code)
     progress = read_progress(link.run_folder, since=link.began) if link.run_folder else RunProgress()
-    life = replace(life, end_time=deadline.time, successor=watch.successor, exit_code=code)
+    life = replace(life, end_time=link.deadline.time, successor=watch.successor, exit_code=code)
     ending = judge_ending(
         link.stage, life, code=code, asked=asked, progress=progress, log=log, offset=offset, where=link.where
     )
@@ -254,12 +263,12 @@ def _own_exit(link: Link, code: int) -> int:
         return code or KILLED
 
 
-def _environment(link: Link, step: Go, deadline: Deadline) -> dict[str, str]:
+def _environment(link: Link, step: Go) -> dict[str, str]:
     """What the trainer, or a command, may want to know of its job."""
     return {
         "GATEWRIGHT_STOP_FILE": str(link.folder.stop(link.me.key)),
         "GATEWRIGHT_EXIT_FILE": str(link.folder.exit(link.me.key)),
-        "GATEWRIGHT_END_TIME": f"{deadline.time:.3f}",
+        "GATEWRIGHT_END_TIME": f"{link.deadline.time:.3f}",
         "GATEWRIGHT_LINK_STARTED": f"{link.began:.3f}",
         "GATEWRIGHT_LINKS_LEFT": str(link.stage.links - step.number),
     }
@@ -285,7 +294,6 @@ class QueueWatch:
 
     link: Link
     step: Go
-    deadline: Deadline
     successor: str | None
     next_ask: float = 0.0
 
@@ -295,7 +303,9 @@ class QueueWatch:
             if self.successor is None:
                 self.successor = ensure_successor(self.link, exclude=self.step.exclude)
 
-    def ask(self) -> None:
+    def ask(self) -> bool:
+        """Brings the deadline up to what the queue says; whether it answered."""
+        answered = True
         link, limit_s = self.link, self.link.stage.resources.time_limit_s
         if link.queue.kind == "slurm":
             try:
@@ -303,13 +313,15 @@ class QueueWatch:
                 end = end_here(
                     began=link.began, start=job.start if job else None, end=job.end if job else None, limit_s=limit_s
                 )
-                self.deadline.time = end.time
+                self.link.deadline.time = end.time
                 if end.note:
                     link.notes[end.note] = None
             except (QueueSilent, QueueRefused) as error:
                 link.notes[str(error)] = None
-        left_s = self.deadline.time - time.time()
+                answered = False
+        left_s = self.link.deadline.time - time.time()
         self.next_ask = time.time() + min(max(left_s / 20, LEAST_ASK_S), MOST_ASK_S)
+        return answered
 
 
 # --- after the work -----------------------------------------------------------------------------------------------
@@ -337,8 +349,8 @@ def settle(link: Link, life: Life, ending: Ending) -> int:
             successor = _submit(link, step.exclude)
             link.queue.cancel(waiting)  # they might go to the faulty node
             say(f"job {successor} goes on, away from {', '.join(step.exclude)}")
-    else:
-        ensure_successor(link, exclude=step.exclude)
+    elif link.queue.kind == "slurm":
+        keep_trying(link, lambda: ensure_successor(link, exclude=step.exclude) is not None)
     update_ledger(link.jobs, link.campaign)
     return EXIT_CODES.get(ending.outcome, FAILED)
 
