@@ -16,6 +16,7 @@ from gatewright.cli import EXTRAS, app
 VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor", "probe"} | {
     *("submit", "status", "list", "logs", "cancel", "cluster show"),
     "data schedule",
+    *("checkpoint list", "checkpoint verify", "checkpoint consolidate"),
     *("router measure", "router capacity", "router placement"),
 }
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
