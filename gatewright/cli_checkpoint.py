@@ -1,4 +1,4 @@
-"""The verbs `checkpoint list`, `verify` and `consolidate`: what a run has saved, whether it is sound, and in one file."""
+"""The verbs `checkpoint list`, `verify` and `consolidate`: what a run has saved, whether sound, and in one file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,10 @@ def list_(where: Where) -> None:
 
 @checkpoint.command()
 def verify(where: Where) -> None:
-    """Read every file of a run's checkpoints, or of one, and compare sizes and hashes. Exit code 1 where one is damaged."""
+    """Read every file of a run's checkpoints, or of one, and compare sizes and hashes.
+
+    Exit code 1 where one is damaged.
+    """
     from gatewright.train.checkpoint import MANIFEST, complete
     from gatewright.train.checkpoint import verify as verify_one
 

@@ -1,8 +1,8 @@
 """A self-test on the user's own machine: divided experts must compute what whole ones do, over the real links.
 
 Every rank makes the same copy of the run's model, two layers deep and with random weights, and takes its own tokens
-through it: once with all experts on the rank, once divided. Outputs must agree, and so must the gradients of the experts,
-those of the whole copies summed over ranks.
+through it: once with all experts on the rank, once divided. Outputs must agree, and so must the gradients of the
+experts, those of the whole copies summed over ranks.
 
 Shapes: T tokens, H hidden.
 """

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or is asked to stop ends the run on all ranks in bounded time; a restart goes on from there."""
+"""A rank that dies, hangs or is asked to stop ends the run on all ranks in bounded time; a restart goes on."""
 
 import os
 import random
