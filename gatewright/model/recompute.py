@@ -18,7 +18,7 @@ def recompute(model: PreTrainedModel, layers: Literal["none", "selective", "full
         return
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"train.checkpointing: {type(model).__name__} supports none; set it to none")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     if layers == "selective":
         blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         for block in blocks[1::2]:
