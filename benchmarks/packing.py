@@ -36,7 +36,7 @@ CAPACITIES = (2048, 4096, 8192, 32768)
 SIZES = (10_000, 100_000, 1_000_000)
 SEEDS = (5, 6)
 TRL_CAPACITY = 4096
-"""TRL is called at this capacity only; at a million lengths, where it takes seconds, also on uniform and TRL_LARGE only."""
+"""TRL is called at this capacity only; of the named distributions only on TRL_LARGE at a million lengths."""
 TRL_LARGE = {"chat"}
 TRL_SHRINK = 16
 """Of lengths and capacity at a million: TRL moves eight bytes for every token, which would not fit into memory."""
