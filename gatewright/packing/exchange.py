@@ -79,6 +79,17 @@ def plan_exchange(slices: Sequence[Sequence[Slice]], rank: int) -> Exchange:
     )
 
 
+def idle_exchange(ranks: int, *, tokens: int = 1) -> Exchange:
+    """The part of a rank that holds nothing but one made-up document of so many tokens."""
+    return Exchange(
+        send_rows=(_none(),) * ranks,
+        receive_counts=(0,) * ranks,
+        query_lengths=(tokens,),
+        key_lengths=(tokens,),
+        key_rows=np.arange(tokens, dtype=np.int64),
+    )
+
+
 def _reach(held: Sequence[Slice]) -> dict[int, int]:
     """Document -> how far a rank that holds these slices looks into it."""
     reach: dict[int, int] = {}
