@@ -42,7 +42,10 @@ app.add_typer(cli_router.router, name="router")
 
 
 def main() -> None:
-    """Runs the command line and ends the process: 0 done, 1 the run failed, 2 your input, 130 interrupted."""
+    """Runs the command line and ends the process: 0 done, 1 the run failed, 2 your input, 130 interrupted.
+
+    A run also ends with 85, saved because its time was up, or 3, it cannot finish in the time it has.
+    """
     try:
         app()
     except KeyboardInterrupt:
