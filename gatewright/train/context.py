@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gatewright.data.batch import Batch
+from gatewright.model.per_document import describe
 from gatewright.packing.cost import ATTENTION_PASSES, BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
 from gatewright.packing.exchange import plan_exchange
 from gatewright.packing.schedule import Slice
@@ -62,8 +63,13 @@ def prove_context(model: PreTrainedModel, ranks: Ranks) -> None:
     """Demands that a document cut over all ranks has the hidden states it has whole.
 
     Raises ModelError, on every rank, for an architecture with layers that look along a document in another way than
-    through the attention seam: linear attention, state spaces, short convolutions.
+    through the attention seam: linear attention, state spaces, short convolutions, indexers.
     """
+    if others := describe(model, ranks.device):
+        raise ModelError(
+            f"parallel.cp: {type(model).__name__} has layers that carry something along a document past the attention "
+            f"seam, and would need the part that another rank holds: {'; '.join(others)}. Set parallel.cp: 1"
+        )
     vocab = model.get_input_embeddings().num_embeddings
     length = max(PROOF_TOKENS, 2 * ranks.size)
     tokens_T = torch.tensor([1 + (11 * i) % (vocab - 1) for i in range(length)])
@@ -79,8 +85,8 @@ def prove_context(model: PreTrainedModel, ranks: Ranks) -> None:
     if ranks.any(not worst <= TOLERANCE[whole_TH.dtype]):
         raise ModelError(
             f"parallel.cp: {type(model).__name__} gives a document that is cut over ranks other hidden states than a "
-            "whole one: some layer looks along the row past the attention seam (linear attention, a state space, a "
-            "convolution); set parallel.cp: 1"
+            f"whole one (they differ by {worst:.1e}): some layer looks along the row past the attention seam; set "
+            "parallel.cp: 1"
         )
 
 
