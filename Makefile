@@ -13,7 +13,7 @@ BENCHMARKS := benchmarks/train_single.py benchmarks/planner_accuracy.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test slurm lint format bench clean
 
 help: ## List these verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +57,11 @@ $(CACHE)/data.done: examples/demo/make_data.py $(VENV)/demo.done
 
 test: export OMP_NUM_THREADS = 2
 test: export HF_HUB_OFFLINE = 1
-test: lint ## Lint, then run every test that this machine can run
-	$(BIN)/pytest
+test: lint slurm ## Lint, then run every test that this machine can run, but the slow ones
+	$(BIN)/pytest -m 'not slow'
+
+slurm: ## Install SLURM for the tests of campaigns, where this machine allows it
+	@tests/slurm/install.sh
 
 lint: $(VENV)/test.done ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ LAYERS = {
     "Qwen3-30B-A3B, 512 tokens": Layer(experts=128, top_k=8, hidden=2048, width=768, tokens=512, dtype="bfloat16"),
     "64 experts, 4,096 tokens": Layer(experts=64, top_k=8, hidden=512, width=256, tokens=4096, dtype="float32"),
 }
-LAYER_CONTESTANTS = ("ours", "peft grouped_mm", "peft eager", "full, ours", "full, transformers grouped_mm")
+LAYER_CONTESTANTS = ("ours", "peft grouped_mm", "full, ours", "full, transformers grouped_mm")
 MODEL_CONTESTANTS = ("attention", "attention and experts", "full")
 GOALS = {
     "Qwen3-30B-A3B, 512 tokens": {"speed": 4.0, "memory": 0.1},
@@ -205,11 +205,8 @@ def layer_step(layer: Layer, contestant: str) -> Callable[[], None]:
     for weight in experts.parameters():
         nn.init.normal_(weight, std=0.02)
     holder = Block(experts)
-    config._experts_implementation = "eager" if contestant == "peft eager" else "grouped_mm"
-    if contestant.startswith("full"):
-        holder.requires_grad_()
-    else:
-        holder.requires_grad_(False)
+    holder.requires_grad_(contestant.startswith("full"))
+    config._experts_implementation = "grouped_mm"
     if contestant in ("ours", "full, ours"):
         config._experts_implementation = NAME
         install_experts(holder)

@@ -31,7 +31,7 @@ def bimodal(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def power_law(rng: np.random.Generator, n: int) -> np.ndarray:
-    return 250 * (1 + rng.pareto(1.25, n))
+    return 16 + 350 * rng.pareto(1.25, n)
 
 
 DISTRIBUTIONS: dict[str, Draw] = {

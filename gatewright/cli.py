@@ -42,7 +42,10 @@ app.add_typer(cli_router.router, name="router")
 
 
 def main() -> None:
-    """Runs the command line and ends the process: 0 done, 1 the run failed, 2 your input, 130 interrupted."""
+    """Runs the command line and ends the process: 0 done, 1 the run failed, 2 your input, 130 interrupted.
+
+    A run also ends with 85, saved because its time was up, or 3, it cannot finish in the time it has.
+    """
     try:
         app()
     except KeyboardInterrupt:
@@ -50,7 +53,8 @@ def main() -> None:
     except GatewrightError as error:
         if os.environ.get("GATEWRIGHT_DEBUG") == "1":
             traceback.print_exc()
-        _say_error(str(error))
+        if str(error):
+            _say_error(str(error))
         sys.exit(error.exit_code)
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -99,14 +103,27 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.lr=1e-4. May be repeated."),
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="Ranks to start on this machine, one a GPU.")
+    ] = None,
 ) -> None:
-    """Train as a run file says. Started again, it goes on from the last checkpoint."""
+    """Train as a run file says. Started again, it goes on from the last checkpoint.
+
+    Many ranks: --nproc on one machine, or this same command under torchrun, or under srun with a task a GPU.
+    """
     from rich.console import Console
 
     from gatewright.spec.read import read_run
 
     run = read_run(run_file, overrides or [])
     quiet_libraries()
+    if nproc is not None and nproc > 1:
+        from gatewright.parallel.launch import start_ranks
+        from gatewright.parallel.layout import layout_of
+
+        layout_of(run.parallel, ranks=nproc)
+        settings = [part for override in overrides or [] for part in ("--set", override)]
+        raise typer.Exit(start_ranks(["train", str(run_file), *settings], ranks=nproc))
 
     from gatewright.train.loop import train as train_run
 

@@ -17,8 +17,6 @@ class Go:
     """Work: this is link `number` of those allowed."""
 
     number: int
-    last: bool
-    """No link may follow, unless a fault ends this one."""
     exclude: tuple[str, ...]
     """Nodes that failed."""
 
@@ -47,7 +45,7 @@ def next_step(past: Sequence[Life], *, links: int) -> Go | Halt:
     if used >= links:
         return Halt(f"all {links} links are used up; raise cluster.links and submit again to go on")
     exclude = dict.fromkeys(node for life in worked for node in life.faulty_nodes)
-    return Go(number=used + 1, last=used + 1 >= links, exclude=tuple(exclude))
+    return Go(number=used + 1, exclude=tuple(exclude))
 
 
 def _trailing_idle(worked: Sequence[Life]) -> list[Life]:

@@ -88,7 +88,9 @@ def _by_log(stage: Stage, life: Life, *, code: int, log: Path | None, offset: in
     text = f"{root.code} {root.name}: {root.text}"
     match retry_of(None if root.kind == "unknown" else root.kind):
         case "elsewhere":
-            return Ending(outcome="fault", reason=text, faulty_nodes=_faulty(root, life))
+            # SLURM itself keeps away from a node that is down, and knows when it is back
+            faulty = () if root.kind == "node_fail" else _faulty(root, life)
+            return Ending(outcome="fault", reason=text, faulty_nodes=faulty)
         case "again":
             return Ending(outcome="crashed", reason=text)
         case "never":

@@ -8,63 +8,36 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from gatewright.campaign.advance import advance, comment_of
-from gatewright.campaign.child import Deadline, Signals, supervise
-from gatewright.campaign.clock import end_here
+from gatewright.campaign.advance import advance
+from gatewright.campaign.child import Signals, supervise
 from gatewright.campaign.decide import Go, Halt, next_step
 from gatewright.campaign.ending import Ending, ending_of_killed, judge_ending
 from gatewright.campaign.fingerprint import is_done, stage_fingerprint
-from gatewright.campaign.folder import JobsFolder, StageFolder, newest_checkpoint, write_json
+from gatewright.campaign.folder import StageFolder, newest_checkpoint, write_json
 from gatewright.campaign.ledger import update_ledger
 from gatewright.campaign.progress import RunProgress, read_progress
-from gatewright.campaign.queue import Me, Queue, here
+from gatewright.campaign.queue import here
 from gatewright.campaign.slurm import QueueRefused, QueueSilent
-from gatewright.spec.campaign import DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED, Campaign, Life, Outcome, Stage
+from gatewright.campaign.this_job import (
+    Link,
+    QueueWatch,
+    ensure_successor,
+    keep_trying,
+    queue_away_from,
+    say,
+    waiting_jobs,
+)
+from gatewright.spec.campaign import DONE, FAILED, HOPELESS, NO_PROGRESS, SAVED, Life, Outcome
 from gatewright.spec.errors import GatewrightError
 
 EXIT_CODES: dict[Outcome, int] = {"done": DONE, "left": DONE, "saved": SAVED, "hopeless": HOPELESS}
 KILLED = 137
 """As a shell calls SIGKILL: for a command that did not come to say how it ended."""
 LOCK_WAIT_S = 60.0
-LEAST_ASK_S, MOST_ASK_S = 5.0, 120.0
-"""How often the queue is asked when this job ends; the more often, the nearer the end is."""
-
-
-@dataclass(slots=True)
-class Link:
-    """This job: where it works, and what it has seen of the queue so far."""
-
-    folder: StageFolder
-    command: Sequence[str]
-    queue: Queue
-    me: Me
-    began: float
-    signals: Signals
-    jobs: JobsFolder = field(init=False)
-    campaign: Campaign = field(init=False)
-    stage: Stage = field(init=False)
-    notes: dict[str, None] = field(default_factory=dict)
-    """What went on besides, each once."""
-
-    def __post_init__(self) -> None:
-        self.jobs = JobsFolder(self.folder.path.parent)
-        campaign = self.jobs.campaign()
-        if campaign is None:
-            raise QueueRefused(f"{self.jobs.path} holds no campaign; submit it again")
-        self.campaign, self.stage = campaign, campaign.stage(self.folder.path.name)
-
-    @property
-    def run_folder(self) -> Path | None:
-        return Path(self.stage.folder) if self.stage.folder else None
-
-    @property
-    def where(self) -> Path:
-        return Path(self.campaign.where)
 
 
 def main() -> None:
@@ -72,11 +45,11 @@ def main() -> None:
     signals, began = Signals(), time.time()
     arguments = sys.argv[1:]
     cut = arguments.index("--")
-    queue, me = here()
+    queue, me, link_folder = *here(), arguments[0]
     try:
         code = run_link(
             Link(
-                folder=StageFolder(Path(arguments[0]).absolute()),
+                folder=StageFolder(Path(link_folder).absolute()),
                 command=arguments[cut + 1 :],
                 queue=queue,
                 me=me,
@@ -87,6 +60,9 @@ def main() -> None:
     except GatewrightError as error:
         say(f"error: {error}")
         code = error.exit_code
+    except OSError as error:
+        say(f"error: {error.filename or link_folder}: {error.strerror}; this link cannot write down what it does")
+        code = FAILED
     sys.exit(code)
 
 
@@ -113,9 +89,9 @@ def run_link(link: Link) -> int:
     )
     link.folder.write_life(life)
     say(f"link {step.number} of {link.stage.links}, {_from(life)}")
-    if not step.last:
-        life = replace(life, successor=ensure_successor(link, exclude=step.exclude))
-        link.folder.write_life(life)
+    # Also after the last link that is allowed: were it lost to a fault, nobody would be left to go on.
+    life = replace(life, successor=ensure_successor(link, exclude=step.exclude))
+    link.folder.write_life(life)
     life, ending = work(link, step, life)
     link.folder.write_life(life)
     return settle(link, life, ending)
@@ -151,24 +127,6 @@ def past_lives(link: Link) -> list[Life]:
     ]
 
 
-def ensure_successor(link: Link, *, exclude: Sequence[str]) -> str | None:
-    """The job that waits to go on after this one; queued here unless it waits already. None: SLURM did not take it."""
-    if link.queue.kind == "local":
-        return None
-    try:
-        waiting = waiting_jobs(link)
-        return waiting[0] if waiting else link.queue.submit(link.folder.script, exclude=exclude)
-    except (QueueSilent, QueueRefused) as error:
-        link.notes[f"no successor was queued at first: {error}"] = None
-        return None
-
-
-def waiting_jobs(link: Link) -> list[str]:
-    """Ids of this chain's other jobs that have not begun."""
-    jobs = link.queue.jobs(comment_of(link.jobs, link.stage.name))
-    return [job.id for job in jobs if job.id != link.me.job and job.pending]
-
-
 # --- the work -----------------------------------------------------------------------------------------------------
 
 
@@ -178,26 +136,28 @@ def work(link: Link, step: Go, life: Life) -> tuple[Life, Ending]:
     log = link.folder.log(link.me.job)
     offset = log.stat().st_size if log.exists() else 0
     sys.stdout.flush()
-    deadline = Deadline(link.began + link.stage.resources.time_limit_s, link.stage.signal_lead_s)
-    watch = QueueWatch(link, step, deadline, successor=life.successor)
-    watch.ask()
-    if not step.last and life.successor is None:
+    watch = QueueWatch(link, step, successor=life.successor)
+    # srun cannot start a step without the controller
+    keep_trying(link, watch.ask)
+    if life.successor is None:
         watch.next_ask = time.time()
     stop_file = link.folder.stop(link.me.key)
     stop_file.unlink(missing_ok=True)
     code, asked = supervise(
         link.command,
-        env={**os.environ, **_environment(link, step, deadline)},
+        env={**os.environ, **_environment(link, step)},
         stop_file=stop_file,
         signals=link.signals,
-        deadline=deadline,
+        deadline=link.deadline,
         hand_on=lambda: _hand_on(link),
         tick=watch.tick,
     )
     stop_file.unlink(missing_ok=True)
     code = _own_exit(link, code)
     progress = read_progress(link.run_folder, since=link.began) if link.run_folder else RunProgress()
-    life = replace(life, end_time=deadline.time, successor=watch.successor, exit_code=code)
+    life = replace(
+        life, end_time=link.deadline.time, successor=watch.successor, exit_code=code, notes=tuple(link.notes)
+    )
     ending = judge_ending(
         link.stage, life, code=code, asked=asked, progress=progress, log=log, offset=offset, where=link.where
     )
@@ -216,7 +176,7 @@ def ended(link: Link, life: Life, ending: Ending, *, ended_at: float) -> Life:
         first_step=(life.checkpoint_before or 0) + 1 if steps.step > (life.checkpoint_before or 0) else None,
         last_step=steps.step or None,
         checkpoint_after=newest_checkpoint(link.run_folder),
-        notes=tuple(link.notes),
+        notes=life.notes,
     )
 
 
@@ -243,12 +203,12 @@ def _own_exit(link: Link, code: int) -> int:
         return code or KILLED
 
 
-def _environment(link: Link, step: Go, deadline: Deadline) -> dict[str, str]:
+def _environment(link: Link, step: Go) -> dict[str, str]:
     """What the trainer, or a command, may want to know of its job."""
     return {
         "GATEWRIGHT_STOP_FILE": str(link.folder.stop(link.me.key)),
         "GATEWRIGHT_EXIT_FILE": str(link.folder.exit(link.me.key)),
-        "GATEWRIGHT_END_TIME": f"{deadline.time:.3f}",
+        "GATEWRIGHT_END_TIME": f"{link.deadline.time:.3f}",
         "GATEWRIGHT_LINK_STARTED": f"{link.began:.3f}",
         "GATEWRIGHT_LINKS_LEFT": str(link.stage.links - step.number),
     }
@@ -266,39 +226,6 @@ def _hand_on(link: Link) -> signal.Signals | None:
         if (Path(link.stage.folder or "") / "events.jsonl").stat().st_mtime > link.began:
             return signal.SIGUSR1
     return None
-
-
-@dataclass(slots=True)
-class QueueWatch:
-    """Asks the queue now and then when this job ends, and queues the successor as soon as SLURM takes it."""
-
-    link: Link
-    step: Go
-    deadline: Deadline
-    successor: str | None
-    next_ask: float = 0.0
-
-    def tick(self) -> None:
-        if time.time() >= self.next_ask:
-            self.ask()
-            if self.successor is None and not self.step.last:
-                self.successor = ensure_successor(self.link, exclude=self.step.exclude)
-
-    def ask(self) -> None:
-        link, limit_s = self.link, self.link.stage.resources.time_limit_s
-        if link.queue.kind == "slurm":
-            try:
-                job = next((job for job in link.queue.mine() if job.id == link.me.job), None)
-                end = end_here(
-                    began=link.began, start=job.start if job else None, end=job.end if job else None, limit_s=limit_s
-                )
-                self.deadline.time = end.time
-                if end.note:
-                    link.notes[end.note] = None
-            except (QueueSilent, QueueRefused) as error:
-                link.notes[str(error)] = None
-        left_s = self.deadline.time - time.time()
-        self.next_ask = time.time() + min(max(left_s / 20, LEAST_ASK_S), MOST_ASK_S)
 
 
 # --- after the work -----------------------------------------------------------------------------------------------
@@ -322,11 +249,12 @@ def settle(link: Link, life: Life, ending: Ending) -> int:
         halt(link, step.reason)
     elif life.faulty_nodes and link.queue.kind == "slurm":
         with suppress(QueueSilent, QueueRefused):
-            link.queue.cancel(waiting_jobs(link))  # it would go to the faulty node
-            successor = link.queue.submit(link.folder.script, exclude=step.exclude)
-            say(f"job {successor} goes on without {', '.join(step.exclude)}")
-    else:
-        ensure_successor(link, exclude=step.exclude)
+            waiting = waiting_jobs(link)
+            successor = queue_away_from(link, step.exclude)
+            link.queue.cancel(waiting)  # they might go to the faulty node
+            say(f"job {successor} goes on, away from {', '.join(step.exclude)}")
+    elif link.queue.kind == "slurm":
+        keep_trying(link, lambda: ensure_successor(link, exclude=step.exclude) is not None)
     update_ledger(link.jobs, link.campaign)
     return EXIT_CODES.get(ending.outcome, FAILED)
 
@@ -356,11 +284,6 @@ def halt(link: Link, reason: str) -> None:
 
 def _from(life: Life) -> str:
     return "from the beginning" if life.checkpoint_before is None else f"from step {life.checkpoint_before}"
-
-
-def say(text: str) -> None:
-    """Into the job's log, with a time and a name before it."""
-    print(f"{time.strftime('%H:%M:%S')} gatewright link: {text}", flush=True)
 
 
 if __name__ == "__main__":

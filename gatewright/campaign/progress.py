@@ -3,7 +3,7 @@
 import json
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 TAIL_BYTES, GLANCE_BYTES = 2**20, 2**14
 """How much of the end of the file is read: for a judgement, and for a table of many runs."""
+HEAD_BYTES = 2**15
 WARM_UP_STEPS = 5
 """Steps of a process that compile and tune; no estimate rests on them."""
 
@@ -105,7 +106,11 @@ def _events(path: Path, *, tail_bytes: int) -> Iterator[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return
-    for line in lines[1:] if size > tail_bytes else lines:
+    yield from _parsed(lines[1:] if size > tail_bytes else lines)
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         if not line.startswith(b"{"):
             continue
         try:
@@ -117,9 +122,11 @@ def _events(path: Path, *, tail_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def _steps_of(run_folder: Path) -> int:
-    """Steps of the whole run as its newest checkpoint has them, where the start lies before the part that was read."""
-    states = sorted(run_folder.glob("checkpoints/step-*/state.json"))
+    """Steps of the whole run, where the start lies before the part that was read: by the first start event."""
     try:
-        return int(json.loads(states[-1].read_bytes())["steps"]) if states else 0
-    except (OSError, ValueError, KeyError, TypeError):
+        with (run_folder / "events.jsonl").open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
         return 0
+    starts = _parsed(line for line in head.split(b"\n") if b'"kind": "start"' in line[:120])
+    return int(next(starts, {}).get("steps", 0))

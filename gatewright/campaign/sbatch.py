@@ -37,7 +37,7 @@ def _options(campaign: Campaign, stage: Stage, *, folder: str, preset: Preset) -
         f"--chdir={_quoted(campaign.where)}",
         f"--output={_quoted(folder + '/%j.out')}",
         "--open-mode=append",
-        "--requeue",
+        "--no-requeue",
         f"--signal=B:USR1@{stage.signal_lead_s}",
         f"--time={clock(want.time_limit_s)}",
     ]

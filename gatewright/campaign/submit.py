@@ -4,7 +4,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,9 +108,7 @@ def submit(prepared: Prepared, queue: Queue, *, say: Callable[[str], None]) -> S
         try:
             queue_ready(built.campaign, built.jobs, queue, queued=note)
         except BaseException:
-            _take_back(built, queue, queued)
-            if queued:
-                say(f"took out of the queue again: {', '.join(new.job for new in queued)}")
+            _take_back(built, queue, queued, say=say)
             raise
     update_ledger(built.jobs, built.campaign)
     return Submitted(prepared=prepared, queued=tuple(queued))
@@ -240,12 +238,23 @@ def _write(built: Built) -> None:
         ) from None
 
 
-def _take_back(built: Built, queue: Queue, queued: list[Queued]) -> None:
-    """Cancels what was queued, and jobs that SLURM took although its answer was lost; the rest is written down."""
-    with suppress(QueueSilent, QueueRefused):
-        queue.cancel([new.job for new in queued])
+def _take_back(built: Built, queue: Queue, queued: list[Queued], *, say: Callable[[str], None]) -> None:
+    """Cancels what was queued, and jobs that SLURM took although its answer was lost.
+
+    Where SLURM does not answer, they stay, and are part of the campaign that was written down.
+    """
+    ids = [new.job for new in queued]
+    try:
         stages = {comment_of(built.jobs, stage.name) for stage in ready(built.campaign, built.jobs)}
-        queue.cancel([job.id for job in queue.jobs(f"{COMMENT}{built.jobs.path}/") if job.comment in stages])
+        jobs = queue.jobs(f"{COMMENT}{built.jobs.path}/")
+        ids = list(dict.fromkeys([*ids, *(job.id for job in jobs if job.comment in stages)]))
+        queue.cancel(ids)
+        if ids:
+            say(f"took out of the queue again: {', '.join(ids)}")
+    except (QueueSilent, QueueRefused):
+        if ids:
+            name = built.campaign.name
+            say(f"still in the queue: {', '.join(ids)}; `gatewright cancel {name}` takes them out when SLURM answers")
 
 
 def _listing(refusals: list[str]) -> str:

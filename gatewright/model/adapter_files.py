@@ -143,7 +143,7 @@ def adapter_digest(model: PreTrainedModel, adapter: spec.Adapter) -> str:
 
 def adapter_entries(model: PreTrainedModel, adapter: spec.Adapter) -> dict[str, Entry]:
     """Key in the file -> its tensor, for everything the adapter consists of, in the model's order."""
-    entries = {}
+    entries: dict[str, Entry] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             entries |= _layer_entries(f"{PREFIX}{name}", module)

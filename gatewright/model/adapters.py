@@ -61,7 +61,7 @@ def add_adapters(
             _adapt_matrix(model, path, adapter, seed=seed)
         elif chosen is None:
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=None)
-        elif first.layer in chosen:
+        elif first.layer is not None and first.layer in chosen:
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=chosen[first.layer])
     for path in full:
         _hold_in_float32(model.get_submodule(path))
@@ -136,8 +136,10 @@ def _adapt_linear(model: PreTrainedModel, path: str, config: LoraConfig, *, seed
     base = model.get_submodule(path)
     lora = LoraLinear(base, ADAPTER, config, r=config.r, lora_alpha=config.lora_alpha)
     a, b = lora.lora_A[ADAPTER].weight, lora.lora_B[ADAPTER].weight
-    a.data = _draw(a.shape, f"{path}.lora_A", seed=seed, fan_in=a.shape[1]).to(base.weight.device)
-    b.data = torch.zeros(b.shape, device=base.weight.device)
+    # The layer's own sizes: PEFT takes those of the weight, which may be this rank's part of it.
+    shape = (config.r, base.in_features)
+    a.data = _draw(shape, f"{path}.lora_A", seed=seed, fan_in=base.in_features).to(base.weight.device)
+    b.data = torch.zeros(base.out_features, config.r, device=base.weight.device)
     model.set_submodule(path, lora)
 
 
@@ -175,7 +177,7 @@ def _adapt_experts(
     lora = ExpertLora(shapes, adapter.rank, adapter.scale, device, chosen=chosen, dropout=adapter.dropout)
     for name, a_CrI in lora.A.items():
         for place, expert in enumerate(lora.numbers):
-            key = f"{path}.{expert}.{name}.lora_A"
+            key = f"{path}.{experts.gatewright_first_expert + expert}.{name}.lora_A"
             a_CrI.data[place] = _draw(a_CrI.shape[1:], key, seed=seed, fan_in=a_CrI.shape[2]).to(device)
     experts.add_module(LORA, lora)
 

@@ -9,6 +9,7 @@ Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from gatewright.model.attention_slices import attend_slices
 from gatewright.model.sparse_attention import attend_masked, attend_to_chosen, band
 from gatewright.spec.errors import ModelError
 
@@ -78,6 +80,7 @@ def install(kernel: Kernel) -> None:
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         document_lengths: Sequence[int] | None = None,
+        context: Callable[..., Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None or max_length_q is None:
@@ -90,9 +93,20 @@ def install(kernel: Kernel) -> None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         cu_seqlens, longest = cu_seq_lens_q, max_length_q
         lengths = cu_seqlens.diff().tolist() if document_lengths is None else document_lengths
+        if context is not None:
+            odd = (softcap, s_aux, indices, attention_mask, _chunk_tokens(module))
+            if any(thing is not None for thing in odd):
+                raise ModelError(
+                    f"{type(module).__name__} has soft caps, sinks, masks or chunks, which are not proved with "
+                    "documents cut over ranks; set parallel.cp: 1"
+                )
+            attend = partial(attend_slices, scale=scale, window=sliding_window)
+            return context(query, key, value, attend).contiguous(), None
         if indices is not None:
+            if softcap is not None or sliding_window is not None:
+                raise ModelError(f"{type(module).__name__} bounds the scores of chosen keys, which is not supported")
             if indices.shape[-1] < longest:
-                return attend_to_chosen(query, key, value, lengths, scale, indices), None
+                return attend_to_chosen(query, key, value, lengths, scale, indices, s_aux), None
         elif attention_mask is not None:
             if len(cu_seqlens) != 2 or softcap is not None:
                 raise ModelError(f"{type(module).__name__} asks for an attention mask, which is not supported")
@@ -107,7 +121,7 @@ def install(kernel: Kernel) -> None:
             width = value.shape[-1]
             value = F.pad(value, (0, query.shape[-1] - width)) if kernel.equal_widths else value
             out = kernel.attend(query, key, value, cu_seqlens, longest, scale, sliding_window)[..., :width]
-        return out, None
+        return out.contiguous(), None  # as transformers' own: some modules take a view of it
 
     AttentionInterface.register(NAME, forward)
 

@@ -1,9 +1,10 @@
 """What trains, weight by weight, read off the model itself: by role and layer, with its bytes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,9 +46,12 @@ class Coverage:
     optimizer_bytes: int = 0
 
 
-def coverage(model: PreTrainedModel, *, optimizer: str) -> list[Coverage]:
+def coverage(
+    model: PreTrainedModel, *, optimizer: str, spread: Mapping[str, int] = MappingProxyType({})
+) -> list[Coverage]:
     """What trains, a row for each role and layer, in the model's order of layers. `optimizer`: train.optimizer.
 
+    `spread`: name of a parameter -> how many ranks hold a part of it like this rank's; counts are of the whole model.
     Raises ModelError where an adapter stands beside a weight, yet does not train.
     """
     roles = parameter_roles(model)
@@ -61,7 +65,7 @@ def coverage(model: PreTrainedModel, *, optimizer: str) -> list[Coverage]:
         row = rows.setdefault(key, Coverage(role=role, layer=layer))
         if not is_adapter:
             row.of_weights += 1
-            row.parameters += parameter.numel()
+            row.parameters += parameter.numel() * spread.get(name, 1)
         elif not parameter.requires_grad:
             raise ModelError(f"{name} is an adapter that does not train; this is a fault of the program")
         if not parameter.requires_grad:
@@ -69,14 +73,15 @@ def coverage(model: PreTrainedModel, *, optimizer: str) -> list[Coverage]:
         changed.setdefault(key, set()).add(bare)
         row.weights = len(changed[key])
         row.trains = _how(row.trains, "adapter" if is_adapter else "full")
-        row.trainable_parameters += parameter.numel()
-        row.weight_bytes += parameter.nbytes
-        row.gradient_bytes += parameter.nbytes
-        row.optimizer_bytes += _optimizer_bytes(parameter, optimizer)
+        times = spread.get(name, 1)
+        row.trainable_parameters += parameter.numel() * times
+        row.weight_bytes += parameter.nbytes * times
+        row.gradient_bytes += parameter.nbytes * times
+        row.optimizer_bytes += _optimizer_bytes(parameter, optimizer) * times
         if is_adapter:
             row.rank = _rank(name, parameter)
         if lora := loras.get(bare.rpartition(".")[0]):
-            row.experts = len(lora.numbers)
+            row.experts = len(lora.numbers) * times
     return sorted(rows.values(), key=lambda row: (ROLES.index(row.role), -1 if row.layer is None else row.layer))
 
 
@@ -84,11 +89,8 @@ def by_role(rows: Iterable[Coverage]) -> list[Row]:
     """The rows of a ModelLoaded event: one a role, summed over its layers."""
     totals: dict[str, Row] = {}
     for row in rows:
-        total = totals.setdefault(
-            row.role,
-            {"role": row.role, "trains": False, "how": "frozen", "rank": 0, "layers": 0, "of_layers": 0}
-            | dict.fromkeys(_SUMS.values(), 0),
-        )
+        start: Row = {"role": row.role, "trains": False, "how": "frozen", "rank": 0, "layers": 0, "of_layers": 0}
+        total = totals.setdefault(row.role, start | dict.fromkeys(_SUMS.values(), 0))
         total["of_layers"] = int(total["of_layers"]) + 1
         total["layers"] = int(total["layers"]) + (row.trains != "frozen")
         total["trains"] = bool(total["trains"]) or row.trains != "frozen"

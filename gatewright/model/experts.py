@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -41,11 +42,12 @@ def find_experts(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def lora_shapes(experts: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Weight name -> (E, out, in), in the order the module declares them."""
+    """Weight name -> (experts of this rank, out, in), in the order the module declares them."""
     shapes = {}
     for name, weight in experts.named_parameters(recurse=False):
         if weight.dim() == 3:
-            count, first, second = weight.shape
+            _, first, second = weight.shape  # whose first axis may be divided over ranks
+            count = experts.gatewright_experts
             shapes[name] = (count, second, first) if experts.is_transposed else (count, first, second)
     return shapes
 
@@ -56,6 +58,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     `self` is transformers' experts module; the signature is that of its experts interface.
     """
     rows = sort_rows(self, top_k_index, top_k_weights)
+    if self.gatewright_dispatch is not None:
+        return self.gatewright_dispatch(self, hidden_states, top_k_weights, rows)
+    return run_experts(self, hidden_states, top_k_weights, rows)
+
+
+def run_experts(self: nn.Module, hidden_states: Tensor, top_k_weights: Tensor, rows: "Rows") -> Tensor:
+    """The same for sorted rows, all of whose experts this rank has."""
     lora, pairs, update = self._modules.get(LORA), [None] * 4, None
     if lora is not None:
         pairs = [part.get(name) for name in _weight_names(self) for part in (lora.A, lora.B)]
@@ -296,8 +305,13 @@ def _linears(
     linears, masks = [], (None, None) if update is None else update.masks
     for name, (a, b), mask in zip(_weight_names(experts), (pairs[:2], pairs[2:]), masks, strict=True):
         pair = low_rank(a, b, update, mask, dtype=dtype)
-        linears.append(GroupedLinear(experts._parameters[name], experts.is_transposed, pair, rows.ends_E))
+        linears.append(GroupedLinear(local(experts._parameters[name]), experts.is_transposed, pair, rows.ends_E))
     return linears[0], linears[1]
+
+
+def local(weight: Tensor) -> Tensor:
+    """The stack of this rank's experts, where FSDP has gathered it as one that is divided over ranks."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _up_name(experts: nn.Module) -> str:
@@ -313,7 +327,7 @@ def _activate(experts: nn.Module, up_S: Tensor) -> Tensor:
 
 
 def _bias_rows(experts: nn.Module, name: str, rows: Rows) -> Tensor:
-    return experts._parameters[f"{name}_bias"][rows.expert_S]
+    return local(experts._parameters[f"{name}_bias"])[rows.expert_S]
 
 
 def _add_bias(experts: nn.Module, name: str, y_SN: Tensor, rows: Rows) -> Tensor:
@@ -321,11 +335,17 @@ def _add_bias(experts: nn.Module, name: str, y_SN: Tensor, rows: Rows) -> Tensor
 
 
 def install(model: nn.Module) -> None:
-    """Points the model at our experts forward and tells each experts module which layer it is; dropless at first."""
+    """Points the model at our experts forward, and tells each experts module which layer it is.
+
+    At first none drops tokens, and each is whole on this rank.
+    """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for layer, experts in find_experts(model).items():
         experts.gatewright_layer = layer
         experts.gatewright_capacity = None
+        experts.gatewright_dispatch = None
+        experts.gatewright_first_expert = 0
+        experts.gatewright_experts = experts.num_experts
 
 
 def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:

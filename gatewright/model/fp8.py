@@ -11,6 +11,8 @@ from gatewright.spec.errors import ModelError
 
 CODE_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 """safetensors' names of the stored types we read."""
+NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
+"""Smallest code without its sign that is no finite number."""
 SLAB = 2**24
 """Weights made float32 at one time on the way to the compute type."""
 
@@ -71,6 +73,8 @@ def fp8_weight(codes: Tensor, scale: Tensor, *, block: tuple[int, int] | None, n
     """
     *experts, outputs, inputs = codes.shape
     scale = scale.float()
+    if _holds_nan(codes):
+        raise ModelError(f"{name}: holds NaN or infinite weights; copy the file again from the source")
     if not scale.isfinite().all():
         raise ModelError(f"{name}: its FP8 scale holds NaN or infinity; copy the file again from the source")
     if block and scale.shape == (*experts, -(-outputs // block[0]), -(-inputs // block[1])):
@@ -85,3 +89,7 @@ def fp8_weight(codes: Tensor, scale: Tensor, *, block: tuple[int, int] | None, n
             f"one a {f'{block[0]} × {block[1]} block' if block else 'tensor or an output row'}"
         )
     return Fp8Weight({"codes": codes, "scale": scale}, shape=codes.shape, dtype=torch.bfloat16, block=block)
+
+
+def _holds_nan(codes: Tensor) -> bool:
+    return bool(((codes.view(torch.uint8) & 0x7F) >= NOT_FINITE[codes.dtype]).any())

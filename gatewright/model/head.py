@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -24,7 +25,8 @@ class LowRankPart:
 class Head:
     """logits = softcap·tanh(scale·(h Wᵀ + b) / softcap), the form that covers the causal LMs of transformers.
 
-    The weights are read from the module at each use, since an adapter or a float32 copy may stand in front of them.
+    The weights are read from the module at each use, since an adapter or a float32 copy may stand in front of them, and
+    gathered where they are divided over ranks.
     """
 
     linear: nn.Module
@@ -33,11 +35,11 @@ class Head:
 
     @property
     def weight_VH(self) -> Tensor:
-        return self.linear.weight
+        return whole(self.linear.weight)
 
     @property
     def bias_V(self) -> Tensor | None:
-        return self.linear.bias
+        return None if self.linear.bias is None else whole(self.linear.bias)
 
     def low_rank(self, hidden_TH: Tensor) -> LowRankPart | None:
         """The adapter's part for these hidden states; None without an adapter."""
@@ -72,6 +74,22 @@ def head_logits(
     if scale != 1.0:
         logits_TV = logits_TV * scale
     return logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """The weight; one that is divided over ranks, gathered. Its gradient goes back, summed, to each rank's part."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
+def gather_on_use(head: nn.Linear) -> None:
+    """Lets a head whose weight is divided over ranks be called like any other."""
+
+    def forward(hidden_TH: Tensor) -> Tensor:
+        return F.linear(hidden_TH, whole(head.weight), None if head.bias is None else whole(head.bias))
+
+    head.forward = forward  # type: ignore[method-assign]
 
 
 def head_of(model: PreTrainedModel) -> Head:

@@ -24,10 +24,13 @@ def load_model(
     kernel: attention.Kernel,
     quantize: Quantize = "none",
     note: Callable[[str], None] = lambda text: None,
+    divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
 
     `quantize` stores linear layers and experts in few bits; `note` is told of that, and of FP8 files made dense.
+    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: only a rank's own part of
+    each is then read.
     Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
     the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
     """
@@ -42,6 +45,11 @@ def load_model(
     build = {"attn_implementation": attention.NAME, "trust_remote_code": model.trust_remote_code}
     try:
         if quantize != "none" or form is not None:
+            if divide is not None:
+                raise ModelError(
+                    f"{folder}: a base in few bits, or FP8 files, cannot be divided over ranks yet; set parallel.ep: 1 "
+                    "and dense: replicate or zero2, or take a bf16 base with method.quantize: none"
+                )
             loaded, report = load_small(
                 folder,
                 files,
@@ -55,7 +63,7 @@ def load_model(
                 note=note,
             )
         else:
-            loaded, report = AutoModelForCausalLM.from_pretrained(
+            loaded, report = _class_of(config, divide).from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -63,12 +71,31 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that the report names them; they are refused below
+                device_map=None if divide is None else {"": device},
                 **build,
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise ModelError(
+                f"{folder}: {config.model_type} takes its attention from a table of its own, where ours cannot stand, "
+                "so it cannot be kept inside documents; docs/models.md lists the architectures that can be trained"
+            ) from None
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     _refuse_gaps(folder, report)
     return put_seams(loaded.to(device), source=str(folder))
+
+
+def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None] | None) -> Any:
+    """The class that builds the model, followed by `divide`; transformers reads into whatever it then finds."""
+    if divide is None:
+        return AutoModelForCausalLM
+    known = AutoModelForCausalLM._model_mapping[type(config)]
+
+    def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        known.__init__(self, config)
+        divide(self)
+
+    return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})
 
 
 def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:

@@ -12,17 +12,16 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model import sparse_attention
-
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_lengths")
-"""Keywords that tell a forward where documents end; train/forward.py writes them."""
+from gatewright.model.document_lengths import BOUNDARIES, lengths_of, spans, tell_inside, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def choose_mixing(module: nn.Module, device: torch.device) -> Mixing | None:
         reason = "keys compressed over a stretch of tokens"
         return Mixing("one document at a time, with its mask", reason, _compressed_each_document, pads=False)
     if "indexer" in parts and "o_proj" in parts:
-        return Mixing("boundaries to its indexer", "it chooses keys by itself", sparse_attention.hand_on_boundaries)
+        return Mixing("on the whole row", "its indexer chooses within documents", sparse_attention.attend_without_mask)
     if "wq_b" in parts and "index_topk" in settings:
         return Mixing("one document at a time", "keys are chosen within a document", sparse_attention.choose_keys)
     if settings.get("attn_temperature_tuning") and not settings.get("use_rope", True):
@@ -65,7 +64,7 @@ def _choose_scan(module: nn.Module, device: torch.device) -> Mixing:
     if device.type != "cuda":
         return Mixing(apart, f"{device.type} has no kernel with boundaries", _scan_each_document)
     if "A_log" not in module._parameters:
-        needed = ("causal_conv1d",)
+        needed: tuple[str, ...] = ("causal_conv1d",)
     elif "head_k_dim" in vars(module):
         needed = ("causal_conv1d", "fla")
     else:
@@ -78,11 +77,16 @@ def _choose_scan(module: nn.Module, device: torch.device) -> Mixing:
 
 
 def install(model: nn.Module, device: torch.device) -> None:
-    """Puts each token mixer that needs it behind the forward that `choose_mixing` names."""
+    """Puts each token mixer that needs it behind the forward that `choose_mixing` names.
+
+    Blocks around such a mixer tell it the boundaries, which many of them don't hand on.
+    """
     for module in model.modules():
         mixing = choose_mixing(module, device)
         if mixing is not None:
             module.forward = MethodType(mixing.forward, module)  # type: ignore[method-assign]
+        elif isinstance(module, GradientCheckpointingLayer) and any(choose_mixing(m, device) for m in module.modules()):
+            module.forward = MethodType(tell_inside, module)  # type: ignore[method-assign]
 
 
 def takes_padding(model: nn.Module, device: torch.device) -> bool:
@@ -104,28 +108,29 @@ def describe(model: nn.Module, device: torch.device) -> list[str]:
 def _scan_each_document(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on each document; the boundaries themselves are left out, it could not use them."""
     forward = type(self).forward
-    lengths = sparse_attention.lengths_of(kwargs)
+    lengths = lengths_of(kwargs)
     if lengths is None:
         return forward(self, *args, **kwargs)
-    ends = [0, *accumulate(lengths)]
     kwargs = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
     # In training, Mamba's fused kernel multiplies by out_proj.weight itself, past an adapter on it.
     training, self.training = self.training, False
     try:
-        pieces = [_cut((args, kwargs), ends[-1], *span) for span in pairwise(ends)]
-        return join([forward(self, *cut_args, **cut_kwargs) for cut_args, cut_kwargs in pieces])
+        with within(None):
+            pieces = [_cut((args, kwargs), sum(lengths), *span) for span in spans(lengths)]
+            return join([forward(self, *cut_args, **cut_kwargs) for cut_args, cut_kwargs in pieces])
     finally:
         self.training = training
 
 
 def _scan_with_boundaries(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward on the whole row; its kernels take `cu_seq_lens_q` and `seq_idx`."""
-    lengths = sparse_attention.lengths_of(kwargs)
+    lengths = lengths_of(kwargs)
     kwargs.pop("document_lengths", None)
     if lengths is not None:
-        device = kwargs["cu_seq_lens_q"].device
+        device = next(self.parameters()).device
         document_T = [document for document, length in enumerate(lengths) for _ in range(length)]
         kwargs["seq_idx"] = torch.tensor([document_T], dtype=torch.int32, device=device)
+        kwargs["cu_seq_lens_q"] = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
     return type(self).forward(self, *args, **kwargs)
 
 
@@ -143,18 +148,19 @@ def attend_each_document(
 ) -> Any:
     """An attention module's own forward on each document, with boundaries that hold that document alone."""
     forward = type(self).forward
-    lengths = sparse_attention.lengths_of(kwargs)
+    lengths = lengths_of(kwargs)
     if lengths is None:
         return forward(self, *args, **kwargs)
-    ends, outputs = [0, *accumulate(lengths)], []
-    for start, end in pairwise(ends):
+    outputs = []
+    for start, end in spans(lengths):
         length = end - start
-        cut_args, cut_kwargs = _cut((args, kwargs), ends[-1], start, end)
+        cut_args, cut_kwargs = _cut((args, kwargs), sum(lengths), start, end)
         alone = kwargs["cu_seq_lens_q"].new_tensor((0, length))
         cut_kwargs |= dict(zip(BOUNDARIES, (alone, alone, length, length, (length,)), strict=True))
         if mask is not None:
             cut_kwargs["attention_mask"] = mask(self, length)
-        outputs.append(forward(self, *cut_args, **cut_kwargs))
+        with within((length,)):
+            outputs.append(forward(self, *cut_args, **cut_kwargs))
     return join(outputs)
 
 

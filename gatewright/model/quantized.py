@@ -53,10 +53,6 @@ class QuantizedWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {self.stored_bytes:,} bytes, {self.device})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        # Its presence alone makes Module.to() swap the whole object, packed tensors included.
-        raise NotImplementedError(f"{type(self).__name__} is not traced")
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

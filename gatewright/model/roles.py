@@ -12,9 +12,9 @@ ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared_experts",
 
 _ATTENTION = re.compile(r"(^|[._])(attn|attention|mixer|mamba|conv|short_conv)([._]|$)")
 _MLP = re.compile(r"(^|\.)(mlp|ffn|feed_forward|block_sparse_moe|moe|shared_mlp)(\.|$)|\.mixer\.(up|gate|down)_proj\.")
-_NEITHER = re.compile(r"(^|\.)(indexer|vision\w*|visual|audio\w*|multi_modal_projector|embed_vision)\.|_hc\.")
-"""An indexer only chooses keys, and no gradient goes through a choice; hyper-connections mix residual streams; text
-never goes through a vision or audio tower."""
+_NEITHER = re.compile(r"(^|\.)(indexer|dt_proj|vision\w*|visual|audio\w*|multi_modal_projector|embed_vision)\.|_hc\.")
+"""An indexer only chooses keys, and no gradient goes through a choice; Mamba's code takes dt_proj's weight past an
+adapter; hyper-connections mix residual streams; no text goes through a vision or audio tower."""
 _PEFT_FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.default(?:\.weight)?")
 _EXPERT_FACTOR = re.compile(rf"(.+)\.{LORA}\.[AB]\.(\w+)")
 _PARAMETRIZED = re.compile(r"(.+)\.parametrizations\.(\w+)\.(original|\d+\.[AB])")

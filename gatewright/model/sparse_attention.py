@@ -3,38 +3,26 @@
 Shapes: T tokens, L tokens of one document, k keys an indexer chooses for a query, N query heads.
 """
 
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_lengths: ContextVar[Sequence[int] | None] = ContextVar("document_lengths", default=None)
-"""Document lengths on the way from a sparse attention module to its indexer, which transformers hands no keywords."""
+from gatewright.model.document_lengths import lengths_of, spans, within
 
 
-def lengths_of(kwargs: Mapping[str, Any]) -> Sequence[int] | None:
-    """Lengths of the packed documents among a forward's keywords; None where nothing is packed, as in decoding."""
-    if "document_lengths" in kwargs or "cu_seq_lens_q" not in kwargs:
-        return kwargs.get("document_lengths")
-    return kwargs["cu_seq_lens_q"].diff().tolist()
+def attend_without_mask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A sparse attention module's own forward on the whole row: it slices a mask, and no packed row has one.
 
-
-def hand_on_boundaries(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A sparse attention module's own forward on the whole row, with the boundaries handed on to its indexer."""
-    forward, lengths = type(self).forward, lengths_of(kwargs)
-    if lengths is None:
-        return forward(self, *args, **kwargs)
-    # The module slices a mask for its indexer; no packed row has one, and none is looked at.
-    kwargs["attention_mask"] = kwargs["cu_seq_lens_q"][None, None, None]
-    token = _lengths.set(lengths)
-    try:
-        return forward(self, *args, **kwargs)
-    finally:
-        _lengths.reset(token)
+    It hands its indexer no keywords either, so that must ask for the boundaries.
+    """
+    lengths = lengths_of(kwargs)
+    if lengths is not None:
+        kwargs["attention_mask"] = next(self.parameters()).new_empty(1, 1, 1, 1)
+    with within(lengths):
+        return type(self).forward(self, *args, **kwargs)
 
 
 def choose_keys(
@@ -50,16 +38,17 @@ def choose_keys(
 
     A document no longer than the indexer's top-k sees all of itself: there is nothing to choose.
     """
-    forward, lengths = type(self).forward, _lengths.get()
+    forward, lengths = type(self).forward, lengths_of({})
     if lengths is None:
         return forward(self, hidden_1TH, q_residual, position_embeddings, mask, position_ids, cache)
     width = min(self.index_topk, max(lengths))
     chosen = []
-    for start, length in zip(accumulate((0, *lengths)), lengths, strict=False):
+    for start, end in spans(lengths):
+        length = end - start
         if length <= self.index_topk:
             keys_Lk = torch.arange(length, device=hidden_1TH.device, dtype=torch.int32).expand(length, -1)
         else:
-            cut = [x[:, start : start + length] for x in (hidden_1TH, q_residual, *position_embeddings)]
+            cut = [x[:, start:end] for x in (hidden_1TH, q_residual, *position_embeddings)]
             causal_1LL = band(length, length, hidden_1TH.device)[None]
             [keys_Lk] = forward(self, cut[0], cut[1], (cut[2], cut[3]), causal_1LL, None)
         # A short document has fewer keys than columns: naming the first of them again changes nothing.
@@ -67,7 +56,15 @@ def choose_keys(
     return torch.cat(chosen)[None]
 
 
-def attend_to_chosen(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, keys_1Tk: Tensor) -> Tensor:
+def attend_to_chosen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    keys_1Tk: Tensor,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
     """Causal attention of each document to the keys chosen for each query. Returns [1, T, N, D]."""
     lengths, outputs = list(lengths), []
     documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), keys_1Tk[0].split(lengths), strict=True)
@@ -75,9 +72,14 @@ def attend_to_chosen(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], sc
         length = q_i.shape[2]
         seen_LL = torch.zeros(length, length, dtype=torch.bool, device=q.device).scatter_(1, keys_Lk.long(), True)
         seen_LL &= band(length, length, q.device)
-        grouped = q.shape[1] != k.shape[1]
-        outputs.append(F.scaled_dot_product_attention(q_i, k_i, v_i, seen_LL, scale=scale, enable_gqa=grouped))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        if sinks_N is None:
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q_i, k_i, v_i, seen_LL, scale=scale, enable_gqa=grouped)
+            outputs.append(out.transpose(1, 2))
+        else:
+            mask_11LL = torch.zeros_like(seen_LL, dtype=torch.float32).masked_fill(~seen_LL, float("-inf"))
+            outputs.append(attend_masked(q_i, k_i, v_i, mask_11LL[None, None], scale, sinks_N))
+    return torch.cat(outputs, dim=1)
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask_11LK: Tensor, scale: float, sinks_N: Tensor | None) -> Tensor:

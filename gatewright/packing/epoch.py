@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from gatewright.packing.alike import alike_in_steps
 from gatewright.packing.pack import IntArray, Packs, pack, sum_bound
 
 
@@ -11,12 +12,19 @@ class EpochPlan:
     Packs are numbered from 0 through all epochs; epoch e holds packs [e × packs_per_epoch, (e + 1) × packs_per_epoch).
     """
 
-    def __init__(self, lengths: IntArray, *, capacity: int, seed: int, pack: bool = True) -> None:
-        """`pack=False` puts one document in a micro-batch. Raises ValueError for a document longer than `capacity`."""
+    def __init__(
+        self, lengths: IntArray, *, capacity: int, seed: int, pack: bool = True, alike_per_step: int | None = None
+    ) -> None:
+        """`pack=False` puts one document in a micro-batch. Raises ValueError for a document longer than `capacity`.
+
+        alike_per_step: packs of a step, so that those of one step cost about the same; where several ranks share a
+        step they wait less for each other. It moves packs between steps: a run is resumed with the value it began with.
+        """
         self.lengths = lengths
         self.capacity = capacity
         self.seed = seed
         self.pack = pack
+        self.alike_per_step = alike_per_step
         self._drawn: dict[int, Packs] = {}
         self.packs_per_epoch = len(self.in_order())
 
@@ -24,6 +32,9 @@ class EpochPlan:
         """The packs of one epoch: the same documents, the same number of packs, another draw."""
         if epoch not in self._drawn:
             drawn = self._draw([self.seed, epoch])
+            if per_step := self.alike_per_step:
+                lead = min(-epoch * len(drawn) % per_step, len(drawn))
+                drawn = alike_in_steps(drawn, self.lengths, per_step=per_step, lead=lead, seed=[self.seed, epoch, 1])
             assert len(drawn) == self.packs_per_epoch, "the number of packs must not depend on the draw"
             # A step may straddle two epochs; older ones are not asked for again.
             self._drawn = {e: p for e, p in self._drawn.items() if e == epoch - 1} | {epoch: drawn}

@@ -164,7 +164,6 @@ class Job:
     """A teacher's logits stand beside the student's at the loss."""
     imbalance: float | None = None
     """Tokens of the busiest expert rank over the mean; None: by the size of EP, as overload says."""
-    mtp_layers: int = 0
 
     def trains(self, role: TensorRole) -> bool:
         """Whether the weights of the role themselves train."""

@@ -9,6 +9,7 @@ from gatewright.planner.memory_gather import (
     flight_bytes,
     gathered_block,
     gathered_bytes,
+    reduction_bytes,
     unsharded_grads,
     visiting_experts,
 )
@@ -261,7 +262,7 @@ def block_parts(at: Stage, work: LayerWork) -> list[Part]:
     parts = [
         part("block at work", work.backward * tokens, f"{work.backward:,.0f} B a token × {tokens:,}, at {work.at}"),
         part("gathered weights", gathered_bytes(job, policy, at.held, blocks=policy.gathered_layers)),
-        part("gradients in flight", flight_bytes(job, policy, at.held)),
+        part("gradients in flight", flight_bytes(job, policy, at.held) + reduction_bytes(job, policy, at.held)),
         part("dequantised weights", dequantised_bytes(job, policy, at.held)),
         part("experts of the block", visiting_experts(job, policy, at.held)),
     ]

@@ -8,6 +8,7 @@ from gatewright.planner.policy import Policy
 
 FULLY_SHARDED = ("zero3", "fsdp1", "fsdp2")
 COMPUTE_BYTES = 2
+FP32_BYTES = 4
 
 
 def largest_block(held: Held, size: Callable[[Share], float]) -> float:
@@ -66,6 +67,23 @@ def bucket_bytes(job: Job, policy: Policy, held: Held) -> float:
         return 0.0
     trained = sum((item.parameters if item.trains else item.adapters) * item.count for item in held.shares)
     return policy.buckets * min(policy.bucket_parameters, trained) * policy.trained(job).grad
+
+
+def reduction_bytes(job: Job, policy: Policy, held: Held) -> float:
+    """Gradients of the largest collective as they were made, and in float32, by tensor and in one piece."""
+    alone = job.layout.dp * job.layout.cp == 1 or job.layout.sharding in (*FULLY_SHARDED, "pipeline_naive")
+    if alone or not policy.reduction_parameters:
+        return 0.0
+    trained = sum((item.parameters if item.trains else item.adapters) * item.count for item in held.shares)
+    largest = max((largest_tensor(item) for item in held.shares if item.trains), default=0.0)
+    each = policy.trained(job).grad + 2 * FP32_BYTES
+    return each * min(trained, max(policy.reduction_parameters, largest))
+
+
+def largest_tensor(item: Share) -> float:
+    """Parameters of the largest tensor of a group on this rank; a group without matrices is one tensor."""
+    divisor = item.group.parameters / max(item.parameters, 1)
+    return max((linear.parameters for linear in item.group.linears), default=item.group.parameters) / divisor
 
 
 def dequantised_bytes(job: Job, policy: Policy, held: Held) -> float:

@@ -321,8 +321,8 @@ def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     """Frozen experts as model/experts.py runs them: forward keeps x, the routing and the up-projection of each row.
 
     Their one backward makes act(gate), the weighted product before the down-projection and the sorted copies of x
-    again, and holds the local tensors to its end. Fullest in one of two places: at the activation's gradient, or at
-    the up-projection's, where x, its gradient, the output's and the adapter's part are as wide as the residual.
+    again, and lets each go after its use. Fullest in one of three places: at the down-projection's gradients, at the
+    activation's, or where the up-projection gives the gradient of x, with the adapter's part of it as wide again.
     """
     b, layout = policy.activation_bytes, job.layout
     visits = mlp.top_k * job.overload / sequence_split(job)
@@ -330,10 +330,9 @@ def lean_expert_ops(job: Job, policy: Policy, mlp: Mlp) -> list[Op]:
     gates = mlp.matrices - 1
     adapts = adapted(job, "routed_experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
     entry = h * visits if layout.ep > 1 else h / sequence_split(job)
-    made = 3 * i  # the product of the activation, the same weighted, and the gradient of that
-    activation = made + i + (2 * gates * i if gates > 1 else i)
-    up = made + gates * i + (4 if adapts else 3) * h
-    down = made + (gates - 1) * i + (i if adapts else 0) + h
+    down = 4 * i + h + (i if adapts else 0)  # act(gate), its product with up, the same weighted, the gradient of that
+    activation = (6 if gates > 1 else 3) * i
+    up = gates * i + (2 if adapts else 1) * h
     sent = h if layout.ep > 1 else 0
     keeps = b * entry + visits * (b * gates * i + 2 * INDEX + b)
     grads = b * visits * (max(activation, up, down) + sent)

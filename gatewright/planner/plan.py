@@ -15,12 +15,13 @@ from gatewright.planner.ask import (
 from gatewright.planner.catalogue import gpus as all_gpus
 from gatewright.planner.job import WORST_RANK, Adapter, Job, Method
 from gatewright.planner.knobs import knobs
+from gatewright.planner.memory import estimate_memory
 from gatewright.planner.memory_states import trainable
-from gatewright.planner.search import Found, Question, fewest_gpus, search
+from gatewright.planner.search import Found, Question, as_judged, fewest_gpus, search
 from gatewright.planner.targets import adapter_of
 from gatewright.planner.weights import StoredWeights
 from gatewright.spec.errors import UserError
-from gatewright.spec.hardware import GB, Gpu
+from gatewright.spec.hardware import GB, GIB, Gpu
 from gatewright.spec.plan import Candidate, Plan
 from gatewright.spec.shape import ModelShape
 
@@ -59,7 +60,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         rejected=near_misses(found),
         knobs=knobs(question, found.layouts[subject.layout]) if subject is not None else (),
         fewest_gpus=1 if found.fitting and gpus == 1 else fewest,
-        notes=notes(question, gpus=gpus),
+        notes=(*notes(question, gpus=gpus), *stage_notes(question, found)),
     )
 
 
@@ -133,6 +134,16 @@ def notes(question: Question, *, gpus: int) -> tuple[str, ...]:
             f"planned with {WORST_RANK[0][1]:g} to {WORST_RANK[-1][1]:g} times the mean of the tokens"
         )
     return tuple(lines)
+
+
+def stage_notes(question: Question, found: Found) -> tuple[str, ...]:
+    """What the ranks of each pipeline stage of the chosen layout allocate; the fullest is the one that is drawn."""
+    layout = found.layouts[found.best.layout] if found.best else None
+    if layout is None or layout.pp == 1:
+        return ()
+    job = as_judged(question, layout)
+    peaks = [estimate_memory(job, stage=stage).allocated.bytes / GIB for stage in range(layout.pp)]
+    return (f"allocated by pipeline stage, GiB: {', '.join(f'{peak:.1f}' for peak in peaks)}",)
 
 
 def stored_text(weights: StoredWeights, *, exact: bool, loaded: str) -> str:

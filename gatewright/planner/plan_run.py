@@ -34,6 +34,8 @@ def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, ho
     folder = Path(run.model.path)
     count = gpus or gpus_of(run)
     shape = find_shape(run.model.path if folder.exists() else folder.name)
+    if folder.exists():
+        refuse_storage(run, shape)
     return ask(
         run.model.path if folder.exists() else shape,
         gpu=find_gpu(hardware.gpu),
@@ -49,6 +51,21 @@ def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, ho
         loss_chunk_tokens=train.loss_chunk_tokens,
         **method_words(run, shape),
     )
+
+
+def refuse_storage(run: Run, shape: ModelShape) -> None:
+    """Raises RunFileError for a base that the trainer would refuse to load as asked."""
+    held = shape.quantization
+    if held is not None and shape.storage not in ("fp8", "mxfp4"):
+        raise RunFileError(
+            f"model.path: {run.model.path} is quantised already ({held}); as a base for training we read plain floats, "
+            "FP8 and MXFP4. Point it at the model's unquantised or FP8 release"
+        )
+    if run.method.quantize == "fp8" and shape.storage != "fp8":
+        raise RunFileError(
+            f"method.quantize: fp8 keeps the bytes of an FP8 checkpoint, but {run.model.path} holds "
+            f"{held or 'plain floats'}; set nf4 or none, or point model.path at the model's FP8 release"
+        )
 
 
 def method_words(run: Run, shape: ModelShape) -> dict[str, Any]:

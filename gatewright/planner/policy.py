@@ -102,6 +102,8 @@ class Policy:
     bucket_parameters: int = 0
     """Parameters of one communication bucket (DDP, DeepSpeed)."""
     buckets: int = 2
+    reduction_parameters: int = 0
+    """Parameters whose gradients one collective sums in float32 as they are made; a larger tensor is one by itself."""
     step_group_bytes: float = 0
     """fp32 gradients of one DeepSpeed sub-group (sub_group_size, 1e9 parameters) during the step."""
     transient_reserve: float = 0.1

@@ -1,6 +1,5 @@
 """Rehearsal of a run: the trainer's own step on fake tensors, and the bytes each of its phases would allocate."""
 
-import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -12,16 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gatewright.data.batch import IGNORED, Batch
 from gatewright.model import attention
 from gatewright.model.adapters import add_adapters, train_weights
-from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config
 from gatewright.model.recompute import recompute
+from gatewright.parallel.apply import spread_gradients
+from gatewright.parallel.ranks import alone
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
 from gatewright.probe.rehearsal_observe import first_line, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Rehearsal
-from gatewright.spec.run import ExpertSubset, Run
+from gatewright.spec.run import Run
 from gatewright.train.optim import build_optimizer, trainable
 from gatewright.train.step import train_step
 
@@ -50,8 +50,12 @@ def rehearse(
         )
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
-    if run.train.optimizer != "adamw":
-        raise RunFileError(f"rehearsal: train.optimizer {run.train.optimizer} has no fake kernel; set adamw")
+    if run.method.quantize != "none":
+        raise RunFileError(
+            f"rehearsal: method.quantize {run.method.quantize} has no fake kernel; plan without --simulate, or add "
+            "--set method.quantize=none for the step on dense weights"
+        )
+    refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
@@ -66,6 +70,22 @@ def rehearse(
         multiple=2 if run.train.checkpointing == "selective" else 1,
         full_depth=full_depth,
     )
+
+
+def refuse_what_fakes_cannot(run: Run) -> None:
+    """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
+    train, method = run.train, run.method
+    if train.optimizer != "adamw":
+        raise RunFileError(f"rehearsal: train.optimizer {train.optimizer} has no fake kernel; set adamw")
+    if method.quantize != "none":
+        raise RunFileError(
+            f"rehearsal: method.quantize {method.quantize} has no fake kernel; set none, or leave out --simulate"
+        )
+    if method.adapter is not None and method.adapter.experts is not None:
+        raise RunFileError(
+            "rehearsal: with method.adapter.experts the routing decides which rows have an adapter, and fake tensors "
+            "have no routing; take the key out for the upper bound, or leave out --simulate"
+        )
 
 
 def config_of(source: Path | Mapping[str, Any], *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -106,31 +126,21 @@ def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTr
     put_seams(model, source=run.model.path)
     adapter = run.method.adapter
     if adapter:
-        add_adapters(model, adapter, seed=run.train.seed, chosen=chosen_experts(model, adapter.experts))
+        add_adapters(model, adapter, seed=run.train.seed)
     else:
         train_weights(model, run.method.roles, router=run.router.train)
     recompute(model, run.train.checkpointing)
     return model
 
 
-def chosen_experts(model: PreTrainedModel, subset: ExpertSubset | None) -> dict[int, Sequence[int]] | None:
-    """Experts with an adapter, layer by layer; as many as most_routed says, since which they are costs the same."""
-    if subset is None:
-        return None
-    if subset.layers is not None:
-        return {item.layer: item.experts for item in subset.layers}
-    share = subset.most_routed or 1.0
-    held = {layer: lora_shapes(module)["down_proj"][0] for layer, module in find_experts(model).items()}
-    return {layer: range(math.ceil(share * experts)) for layer, experts in held.items()}
-
-
 def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:
     """Two optimizer steps; the first brings the optimizer's state into being."""
     parameters = trainable(model)
+    gradients = spread_gradients(model, parameters, alone(torch.device("cpu")))
     optimizer = build_optimizer(parameters, run.train)
     for _ in range(2):
         live.begin_step()
         train_step(
-            model, head_of(model), optimizer, parameters, batches,
+            model, head_of(model), optimizer, gradients, batches,
             lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from gatewright.report import units
 from gatewright.report.loads import LayerLoad
 from gatewright.report.series import Series
 from gatewright.report.summary import Answer, Report, wilson_interval
-from gatewright.spec.event import DataLoaded, Evaluated, ModelLoaded
+from gatewright.spec.event import DataLoaded, Evaluated, GateChecked, ModelLoaded
 
 Fact = tuple[str, str]
 """Label and value."""
@@ -59,6 +59,10 @@ def training(report: Report) -> list[Fact]:
     if report.restarts:
         kept = ", ".join("the start" if step == 0 else f"step {units.count(step)}" for step in report.restarts[-6:])
         facts.append(("restarts", f"{len(report.restarts)}, from {kept}"))
+    if report.resumes:
+        facts.append(("continuity", continuity(report)))
+    if report.gate:
+        facts.append(("gate", gate(report.gate)))
     if report.void_steps:
         facts.append(("steps done again", f"{units.count(report.void_steps)} ({units.duration(report.void_s)})"))
     if not totals.steps:
@@ -257,6 +261,27 @@ def routing_summary(report: Report) -> str:
 
 def _ends(evaluations: tuple[Evaluated, ...]) -> tuple[Evaluated, ...]:
     return evaluations if len(evaluations) == 1 else (evaluations[0], evaluations[-1])
+
+
+def continuity(report: Report) -> str:
+    """Whether the steps of all processes follow each other without gap or repeat, and what the resumes proved."""
+    steps = "no step missing" if not report.missing_steps else f"{units.plural(report.missing_steps, 'step')} missing"
+    resumes = report.resumes
+    exact = sum(proved.loss_now == proved.loss_then for proved in resumes)
+    worst = max(abs(proved.loss_now - proved.loss_then) / max(abs(proved.loss_then), 1e-9) for proved in resumes)
+    loss = "the same loss" if exact == len(resumes) else f"loss within {units.decimal(worst, digits=2)}"
+    random = sum(not proved.same_rng for proved in resumes)
+    others = f", other random numbers in {random}" if random else ", random numbers"
+    return f"{steps}; {units.plural(len(resumes), 'resume')} proved: {loss}, data, learning rate{others}"
+
+
+def gate(checked: GateChecked) -> str:
+    """What the gate predicted."""
+    verdict = "hopeless" if checked.hopeless else "on time"
+    return (
+        f"{verdict} at step {units.count(checked.step)}: {units.duration(checked.needed_s)} needed, "
+        f"{units.duration(checked.left_s)} left"
+    )
 
 
 def _range(series: Series) -> str:

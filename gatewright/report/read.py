@@ -17,8 +17,10 @@ from gatewright.spec.event import (
     DataLoaded,
     Evaluated,
     Finding,
+    GateChecked,
     GuardActed,
     ModelLoaded,
+    ResumeProved,
     RouterHealth,
     Saved,
     Start,
@@ -123,6 +125,8 @@ class _Reading:
         self.findings: dict[Finding, None] = {}
         self.looks: dict[int, RouterHealth] = {}
         self.guard: list[GuardActed] = []
+        self.resumes: list[ResumeProved] = []
+        self.gate: GateChecked | None = None
         self.other_shape = 0
         self.processes = Processes()
         self.restarts: list[int] = []
@@ -156,6 +160,10 @@ class _Reading:
                     self.restarts.append(acted.resumed_step)
             case Finding() as finding:
                 self.findings[finding] = None
+            case ResumeProved() as proved:
+                self.resumes.append(proved)
+            case GateChecked() as gate:
+                self.gate = gate
 
     def _start(self, event: Start) -> None:
         self.start = event
@@ -200,6 +208,9 @@ class _Reading:
             loads=loads,
             looks=tuple(self.looks[step] for step in sorted(self.looks)),
             guard=tuple(self.guard),
+            resumes=tuple(self.resumes),
+            gate=self.gate,
+            missing_steps=max(self.columns.step, default=0) - len(set(self.columns.step)),
             unread=dict(unread),
             run_file=run_file,
         )

@@ -6,7 +6,18 @@ from datetime import datetime
 
 from gatewright.report.loads import Loads
 from gatewright.report.series import Series
-from gatewright.spec.event import DataLoaded, Evaluated, Finding, GuardActed, ModelLoaded, RouterHealth, Saved, Start
+from gatewright.spec.event import (
+    DataLoaded,
+    Evaluated,
+    Finding,
+    GateChecked,
+    GuardActed,
+    ModelLoaded,
+    ResumeProved,
+    RouterHealth,
+    Saved,
+    Start,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,8 @@ class Report:
     run: str
     folder: str
     state: str
-    """finished, interrupted or failed as the run said; running; silent: no event for long, and no word of a stop."""
+    """finished, interrupted, hopeless or failed as the run said; running; silent: no event for long, and no word of a
+    stop."""
     detail: str
     """What the stop event adds."""
     steps_done: int
@@ -96,6 +108,12 @@ class Report:
     """The router on its probe batch, by step; empty for a dense model."""
     guard: tuple[GuardActed, ...]
     """What the router's guard decided, in order."""
+    resumes: tuple[ResumeProved, ...]
+    """What each process that went on from a checkpoint found again, in order; void ones too."""
+    gate: GateChecked | None
+    """The last prediction of the run's end."""
+    missing_steps: int
+    """Steps up to the last one that no process reported."""
     unread: dict[str, int]
     """What in events.jsonl could not be used, in words, and how often."""
     run_file: str | None

@@ -8,10 +8,10 @@ GatewrightError
 └── RunFailed        exit 1   a correct request that failed while it ran
     ├── CheckpointError       a checkpoint that is damaged or cannot be written
     ├── Diverged              loss or gradient stopped being a number
+    ├── RankLost              another rank of the run died, hung, or cannot be reached
+    ├── EndedByRank           ended because another rank failed, which has said why
     └── RouterCollapsed       the guard was told to stop the run when the router collapses
 """
-
-from typing import ClassVar
 
 
 class GatewrightError(Exception):
@@ -20,7 +20,7 @@ class GatewrightError(Exception):
     The text follows one order: what is wrong, where, what was got and wanted, what to change.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
 
 class UserError(GatewrightError):
@@ -55,3 +55,16 @@ class Diverged(RunFailed):
 
 class RouterCollapsed(RunFailed):
     """The guard's last action: the router is ill beyond the limits of the run file, and the run file says stop."""
+
+
+class RankLost(RunFailed):
+    """A collective broke or timed out: another rank died, stopped, or cannot be reached."""
+
+
+class EndedByRank(RunFailed):
+    """This rank ends because another one failed; that one tells why, so this has no text."""
+
+    def __init__(self, rank: int, exit_code: int) -> None:
+        super().__init__("")
+        self.rank = rank
+        self.exit_code = exit_code

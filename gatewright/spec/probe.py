@@ -6,9 +6,9 @@ A record that is None was not measured; the outcome of its name says why. No num
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from gatewright.spec.errors import UserError
 
@@ -156,7 +156,7 @@ class Disk:
     free_inodes: int | None
     """None where the file system does not count them."""
     written_bytes: int
-    write_bytes_per_s: float
+    write_bytes_per_s: Annotated[float, Field(gt=0)]
     """Written and synced."""
     sync_s: float
     """Of a file of 4 KiB."""

@@ -250,6 +250,8 @@ class Parallel(Section):
     """Replicas of the sharded model."""
     cp: PositiveInt | Literal["dynamic"] = 1
     """Context-parallel size, or a size chosen for each micro-batch."""
+    timeout_s: PositiveInt = 600
+    """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
 
 
 class Hardware(Section):
@@ -343,6 +345,11 @@ class Run(Section):
     """Experiment trackers that get every logged number besides events.jsonl."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+
+    @property
+    def timeout_s(self) -> int:
+        """Patience of ranks with each other, seconds."""
+        return (Parallel() if self.parallel == "auto" else self.parallel).timeout_s
 
     @property
     def folder(self) -> Path:

@@ -11,12 +11,14 @@ MAY_CHANGE = (
     "train.threads",
     "evaluate.",
     "evaluate",
+    "parallel.",
+    "parallel",
     "track",
     "runs_dir",
     "hardware",
     "cluster",
 )
-"""Fields that a resumed run may change: none of them moves a weight."""
+"""Fields that a resumed run may change: none of them moves a weight (`parallel`: by more than rounding)."""
 
 
 def may_change(field: str) -> bool:

@@ -7,11 +7,22 @@ from importlib import metadata
 import torch
 
 from gatewright import __version__
+from gatewright.spec.errors import UserError
 
 
-def pick_device() -> torch.device:
-    """The first CUDA or ROCm device if there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def pick_device(local_rank: int = 0) -> torch.device:
+    """This process's CUDA or ROCm device if there are any, by its number on the machine, else the CPU.
+
+    Where a launcher shows each process one device only, that is the one. Raises UserError for more ranks than devices.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise UserError(f"rank {local_rank} of this machine has no GPU: there are {count}; start at most {count} ranks")
+    device = torch.device("cuda", local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def device_name(device: torch.device) -> str:

@@ -11,7 +11,9 @@ from gatewright.data.loader import Loader
 from gatewright.data.view import DocumentView
 from gatewright.model import attention, per_document
 from gatewright.model.head import Head
+from gatewright.parallel.ranks import Ranks
 from gatewright.spec.event import Evaluated
+from gatewright.train.context import on_device
 from gatewright.train.forward import hidden_states
 from gatewright.train.loss import token_loss_sum
 
@@ -41,10 +43,12 @@ def evaluate(
     max_new_tokens: int,
     loss_chunk_tokens: int,
     device: torch.device,
+    ranks: Ranks,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluated | None:
     """Mean loss over all held-out target tokens, and how many of `questions` are answered word for word.
 
+    Ranks share the documents; the questions every rank answers, since some of the model may lie on the others.
     None where `stopping`, asked before every batch and every group of answers, said yes: half of it says nothing.
     """
     began = time.perf_counter()
@@ -53,13 +57,16 @@ def evaluate(
     for batch in loader.whole():
         if stopping():
             return None
-        batch = batch.to(device)
+        batch = on_device(batch, ranks)
         hidden_TH = hidden_states(model, batch)
         loss_sum += token_loss_sum(hidden_TH, head, batch.labels_T, chunk_tokens=loss_chunk_tokens).item()
         target_tokens += batch.target_tokens
+    loss_sum, target_tokens = ranks.sum(torch.tensor([loss_sum, target_tokens], dtype=torch.float64)).tolist()
     if stopping():
         return None
-    answers = answer(model, tokenizer, questions, max_new_tokens=max_new_tokens, device=device)
+    answers = answer(
+        model, tokenizer, questions, max_new_tokens=max_new_tokens, device=device, together=not ranks.alone
+    )
     expected = [tokenizer.decode(q.answer, skip_special_tokens=True).strip() for q in questions]
     samples = [
         {"prompt": tokenizer.decode(q.prompt, skip_special_tokens=False), "expected": want, "answer": got}
@@ -68,7 +75,7 @@ def evaluate(
     return Evaluated(
         step=step,
         loss=loss_sum / target_tokens,
-        target_tokens=target_tokens,
+        target_tokens=int(target_tokens),
         asked=len(questions),
         correct=sum(want == got for want, got in zip(expected, answers, strict=True)),
         samples=samples,
@@ -101,8 +108,12 @@ def answer(
     *,
     max_new_tokens: int,
     device: torch.device,
+    together: bool = False,
 ) -> list[str]:
-    """Greedy answers, stripped. Decoding needs a key/value cache, so transformers' own attention serves meanwhile."""
+    """Greedy answers, stripped; `together`: every rank goes on until the last is done.
+
+    Decoding needs a key/value cache, so transformers' own attention serves meanwhile.
+    """
     if not questions:
         return []
     stops = sorted({q.answer[-1] for q in questions} & set(tokenizer.all_special_ids)) or [tokenizer.eos_token_id]
@@ -125,6 +136,7 @@ def answer(
                 eos_token_id=stops,
                 pad_token_id=stops[0],
                 use_cache=True,
+                synced_gpus=together,
             )
             for i, row in zip(rows, generated[:, longest:], strict=True):
                 answers[i] = tokenizer.decode(row, skip_special_tokens=True).strip()

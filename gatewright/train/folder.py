@@ -14,12 +14,16 @@ from gatewright.spec.same_run import changed
 
 
 @contextmanager
-def open_run_folder(run: Run) -> Iterator[Path]:
+def open_run_folder(run: Run, *, first: bool = True) -> Iterator[Path]:
     """Yields the run's folder, held under an exclusive lock, with the resolved run file in it.
 
-    Raises RunFileError when it cannot be written, another process works in it, or it holds a run of other settings.
+    Of many ranks only the `first` locks and writes; the others must wait until it has. Raises RunFileError when it
+    cannot be written, another process works in it, or it holds a run of other settings.
     """
     folder = run.folder
+    if not first:
+        yield folder
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)

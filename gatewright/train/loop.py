@@ -1,7 +1,6 @@
 """The training run from its folder to its last step; read it downwards."""
 
 import os
-import shutil
 import statistics
 import time
 from collections import deque
@@ -11,25 +10,28 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 
-from gatewright.data.batch import Batch
-from gatewright.model.adapter_files import save_adapter
 from gatewright.model.coverage import write_coverage
 from gatewright.model.subset import never_routed_text
+from gatewright.parallel.failure import fail_together
+from gatewright.parallel.layout import layout_of
+from gatewright.parallel.place import find_place
+from gatewright.parallel.ranks import Ranks, join_ranks
 from gatewright.spec.errors import Diverged, GatewrightError, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, Start, StepDone, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
+from gatewright.train.context import on_device
 from gatewright.train.deadline import Deadline
-from gatewright.train.device import device_name, peak_memory_bytes, rng_state, set_rng_state, versions
+from gatewright.train.device import device_name, peak_memory_bytes, pick_device, rng_state, set_rng_state, versions
+from gatewright.train.diverged import explain_divergence
 from gatewright.train.evaluate import evaluate
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
 from gatewright.train.gate import GateKeeper
 from gatewright.train.optim import learning_rate
-from gatewright.train.prove_adapter import prove_reload
+from gatewright.train.output import output_folder, write_output
 from gatewright.train.resume import prove_resume, take_proof
 from gatewright.train.setup import Trainer, refuse_unsupported, set_up
 from gatewright.train.state import Progress, read_progress, restore, write_state
@@ -47,10 +49,23 @@ def train(run: Run, *, console: Console) -> int:
     it cannot finish in the time it has. Errors of the run are raised, after their event.
     """
     findings = refuse_unsupported(run)
-    with open_run_folder(run) as folder, EventLog(folder / "events.jsonl") as events:
-        say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
-        newest = checkpoint.newest_sound(folder / "checkpoints", warn=say)
-        if newest and _is_finished(run, newest):
+    place = find_place()
+    layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
+    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
+        return _train(run, findings, ranks, console=console)
+
+
+def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console) -> int:
+    """The run on this rank. Only the first rank prints, and writes what is not in pieces; all do everything else."""
+    with open_run_folder(run, first=ranks.first) as folder, _events(folder, ranks) as events:
+
+        def say(text: str) -> None:
+            if ranks.first:
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        # The others wait here until the first has the folder, and has found where to go on.
+        newest = ranks.tell(checkpoint.newest_sound(folder / "checkpoints", warn=say) if ranks.first else None)
+        if newest and ranks.tell(_is_finished(run, newest)):
             say(f"{run.run} is finished: {newest.step} steps, results in {output_folder(run)}. Nothing to do.")
             return FINISHED
 
@@ -65,22 +80,25 @@ def train(run: Run, *, console: Console) -> int:
         step_reached = newest.step if newest else 0
         try:
             with listen(announce, say=say, deadline=Deadline.from_environment()) as stop:
-                trainer = set_up(run, log=log)
-                write_coverage(trainer.coverage, folder)
+                trainer = set_up(run, log=log, ranks=ranks)
+                if ranks.first:
+                    write_coverage(trainer.coverage, folder)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
+                if not ranks.alone:
+                    say(f"layout    {ranks.layout.describe()}")
                 if proved := prove_resume(trainer, run, progress):
                     log(proved)
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
-                trackers = open_trackers(run, folder)
+                trackers = open_trackers(run, folder) if ranks.first else []
                 try:
                     progress = _steps(run, folder, trainer, progress, stop, log=log, say=say, trackers=trackers)
                 finally:
                     for tracker in trackers:
                         tracker.close()
                 step_reached = progress.step
-        except (GatewrightError, KeyboardInterrupt) as error:
+        except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             events.write(Stop(step=step_reached, reason=reason, detail=str(error)))
             raise
@@ -95,6 +113,10 @@ def train(run: Run, *, console: Console) -> int:
         events.write(Stop(step=progress.step, reason="finished", detail=""))
         say(f"finished: {progress.step} steps, {progress.tokens:,} tokens; results in {output_folder(run)}")
         return FINISHED
+
+
+def _events(folder: Path, ranks: Ranks) -> EventLog:
+    return EventLog(folder / "events.jsonl" if ranks.first else Path(os.devnull))
 
 
 def _steps(
@@ -122,13 +144,14 @@ def _steps(
 
     while progress.step < trainer.steps and not stop.poll():
         index, began, random = progress.step, time.perf_counter(), rng_state(trainer.device)
-        batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
+        trainer.ranks.mark(index + 1)
+        batches = [on_device(batch, trainer.ranks) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
         router_scale = trainer.router.lr_scale if trainer.router else 0.0
         try:
             result = train_step(
-                trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
+                trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches,
                 lr=lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
                 router=trainer.router.loss if trainer.router else None, router_scale=router_scale,
                 before_each=stop.in_step,
@@ -137,7 +160,7 @@ def _steps(
             set_rng_state(random, trainer.device)
             break
         except Diverged as error:
-            raise Diverged(_explain_divergence(error, folder, batches, step=index + 1)) from None
+            raise Diverged(explain_divergence(error, folder, batches, step=index + 1, ranks=trainer.ranks)) from None
         step_s = time.perf_counter() - began
 
         recent_step_s.append(step_s)
@@ -198,21 +221,21 @@ def _steps(
         at_gate = gate.stands_before(done.step, step_s=step_s)
         if last or best or at_gate or done.step % run.train.save_every_steps == 0:
             if last:
-                _write_output(run, trainer)
+                write_output(run, trainer)
                 if silent := trainer.router.silent_experts() if trainer.router and run.adapter else {}:
                     log(Finding(severity="warning", text=never_routed_text(silent)))
             _save(run, folder, trainer, progress, stop, log=log)
             saved_step = done.step
-        if at_gate and _is_hopeless(gate, done.step, log=log):
+        if at_gate and _is_hopeless(gate, done.step, ranks=trainer.ranks, log=log):
             stop.reason = GATE
     if progress.step != saved_step:
         _save(run, folder, trainer, progress, stop, log=log)
     return progress
 
 
-def _is_hopeless(gate: GateKeeper, step: int, *, log: Callable[[Event], None]) -> bool:
-    """Asks the gate, just after a save, so that one has been measured."""
-    checked = gate.ask(step)
+def _is_hopeless(gate: GateKeeper, step: int, *, ranks: Ranks, log: Callable[[Event], None]) -> bool:
+    """Asks the gate of the first rank, just after a save, so that one has been measured."""
+    checked = ranks.tell(gate.ask(step))
     log(checked)
     if finding := gate.sparse_saves(checked):
         log(finding)
@@ -225,14 +248,16 @@ def _save(
     began, root = time.perf_counter(), folder / "checkpoints"
     progress = replace(progress, proof=take_proof(trainer, run, progress))
     saved = checkpoint.save(
-        root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress)
-    )
+        root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress),
+        ranks=trainer.ranks,
+    )  # fmt: skip
     best = root / f"step-{progress.best_step:08d}" if progress.best_step is not None else None
     spare = [best] if best else []
     if trainer.router and "rollback" in run.router.guard.action:
         healthy = checkpoint.newest_up_to(root, trainer.router.guard.healthy_step)
         spare += [healthy.path] if healthy else []
-    checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
+    if trainer.ranks.first:
+        checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
     seconds = time.perf_counter() - began
     stop.deadline.save_took(seconds)
     log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=best == saved.path))
@@ -254,7 +279,7 @@ def _act(
     """
     assert trainer.router
     if acted.action == "reset":
-        trainer.router.reset(trainer.optimizer)
+        trainer.router.reset(trainer.optimizer, trainer.gradients.owned)
     if acted.action == "stop":
         log(acted)
         raise RouterCollapsed(
@@ -265,6 +290,7 @@ def _act(
         log(acted)
         return progress, False
 
+    trainer.ranks.wait()
     found = checkpoint.newest_up_to(folder / "checkpoints", trainer.router.guard.healthy_step)
     assert found, "a run whose guard may roll back begins with a checkpoint"
     remembered = trainer.router.guard
@@ -307,6 +333,7 @@ def _evaluate(
         max_new_tokens=run.evaluate.max_new_tokens,
         loss_chunk_tokens=run.train.loss_chunk_tokens,
         device=trainer.device,
+        ranks=trainer.ranks,
         stopping=stop.poll_alone,
     )
     if done is None:
@@ -316,26 +343,6 @@ def _evaluate(
     say(evaluation_line(done, before=before))
     _track(trackers, {"held_out_loss": done.loss}, step)
     return done
-
-
-def output_folder(run: Run) -> Path:
-    """Where the finished adapter, or the fully fine-tuned model, lies."""
-    return run.folder / ("adapter" if run.method.adapter else "model")
-
-
-def _write_output(run: Run, trainer: Trainer) -> None:
-    final = output_folder(run)
-    partial = final.with_name(f".partial-{final.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    if run.adapter:
-        save_adapter(trainer.model, run.adapter, partial, base=run.model.path)
-        batch = trainer.loader.step(0)[0].to(trainer.device)
-        prove_reload(trainer.model, trainer.head, run.adapter, partial, base=run.model.path, batch=batch)
-    else:
-        trainer.model.save_pretrained(partial)
-    trainer.tokenizer.save_pretrained(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(partial, final)
 
 
 def _is_finished(run: Run, newest: checkpoint.Checkpoint) -> bool:
@@ -359,7 +366,7 @@ def _start(run: Run, trainer: Trainer, *, resumed_step: int | None) -> Start:
     return Start(
         run=run.run,
         versions=versions(),
-        device=device_name(trainer.device),
+        device=device_name(trainer.device) + ("" if trainer.ranks.alone else f", {trainer.ranks.layout.describe()}"),
         threads=torch.get_num_threads(),
         resumed_step=resumed_step,
         steps=trainer.steps,
@@ -369,20 +376,3 @@ def _start(run: Run, trainer: Trainer, *, resumed_step: int | None) -> Start:
 def _track(trackers: list[Tracker], values: dict[str, float], step: int) -> None:
     for tracker in trackers:
         tracker.log(values, step=step)
-
-
-def _explain_divergence(error: Diverged, folder: Path, batches: list[Batch], *, step: int) -> str:
-    """Saves the step's micro-batches for study and says what is known."""
-    file = folder / f"diverged-step-{step:08d}.safetensors"
-    tensors = {}
-    for number, batch in enumerate(batches):
-        tensors[f"{number}/tokens"] = batch.tokens_T.cpu()
-        tensors[f"{number}/labels"] = batch.labels_T.cpu()
-        tensors[f"{number}/cu_seqlens"] = batch.cu_seqlens_S1.cpu()
-        tensors[f"{number}/documents"] = torch.tensor(batch.documents)
-    save_file(tensors, file)
-    return (
-        f"step {step}: {error}; the weights were not updated. The step's micro-batches are in {file} (tokens, "
-        "labels, document numbers). Lower train.lr or train.clip_norm, lengthen train.warmup_steps, or look at those "
-        "documents; a restart goes on from the newest checkpoint"
-    )

@@ -21,12 +21,18 @@ def trainable(model: nn.Module) -> Named:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(parameters: Named, train: spec.Train, *, router: Collection[str] = ()) -> torch.optim.Optimizer:
-    """AdamW: matrices with weight decay, norms and biases without, and apart the parameters named in `router`."""
-    others = [p for name, p in parameters.items() if name not in router]
+def build_optimizer(
+    parameters: Named, train: spec.Train, *, router: Collection[str] = (), weights: Named | None = None
+) -> torch.optim.Optimizer:
+    """AdamW: matrices with weight decay, norms and biases without, and apart the parameters named in `router`.
+
+    `weights`: the whole weights, by the same names, where a rank updates only part of each.
+    """
+    others = {name: p for name, p in parameters.items() if name not in router}
+    is_matrix = {name: (weights or parameters)[name].dim() >= 2 for name in others}
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": train.weight_decay, ROUTER: False},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, ROUTER: False},
+        {"params": [p for n, p in others.items() if is_matrix[n]], "weight_decay": train.weight_decay, ROUTER: False},
+        {"params": [p for n, p in others.items() if not is_matrix[n]], "weight_decay": 0.0, ROUTER: False},
         {"params": [parameters[n] for n in parameters if n in router], "weight_decay": 0.0, ROUTER: True},
     ]
     groups = [group for group in groups if group["params"]]

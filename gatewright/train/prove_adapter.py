@@ -17,6 +17,13 @@ SHOWN_TOKENS = 16
 
 
 @torch.no_grad()
+def prove_written(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
+    """Reads the folder and demands the bits of the model's own tensors. Raises CheckpointError otherwise."""
+    for tensor, value in read_adapter(model, adapter, folder, base=base):
+        if not torch.equal(tensor.detach().cpu(), value):
+            raise CheckpointError(f"{folder}: a tensor read back differs from the trained one; the disk is not sound")
+
+
 def prove_reload(
     model: PreTrainedModel, head: Head, adapter: spec.Adapter, folder: Path, *, base: str, batch: Batch
 ) -> None:

@@ -73,7 +73,7 @@ def prove_resume(trainer: Trainer, run: Run, progress: Progress) -> ResumeProved
 
 
 def _proof(trainer: Trainer, run: Run, progress: Progress) -> Proof:
-    batches = trainer.loader.step(progress.step - 1 + progress.skipped_steps)
+    batches = trainer.loader.every_rank().step(progress.step - 1 + progress.skipped_steps)
     return Proof(
         step=progress.step,
         loss=_loss(trainer, run, batches[0].to(trainer.device)),

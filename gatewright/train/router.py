@@ -11,6 +11,7 @@ from gatewright.data.loader import Loader
 from gatewright.model.experts import find_experts
 from gatewright.model.routing import RouterWatch, find_routers
 from gatewright.model.subset import never_routed
+from gatewright.parallel.ranks import Ranks
 from gatewright.router.guard import GuardState, decide, due, in_force, remember, state_from_json, state_to_json
 from gatewright.router.verdict import judge
 from gatewright.spec.event import GuardActed, RouterHealth
@@ -27,7 +28,7 @@ BIAS = "router/bias/"
 class RouterControl:
     """All that a run does with its routers besides running them. Made before training, at the state of step 0."""
 
-    def __init__(self, run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device) -> None:
+    def __init__(self, run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks) -> None:
         """Looks at the router for the first time. Raises ModelError for a router that cannot be watched."""
         experts = find_experts(model)
         self.run, self.model, self.settings = run, model, run.router
@@ -36,8 +37,10 @@ class RouterControl:
         self.experts = max(module.num_experts for module in experts.values())
         tokens = min(self.settings.guard.probe_tokens, int(COST * self._tokens_between_looks()))
         probe = probe_batches(loader, tokens=tokens, seed=run.train.seed)
-        self.probe = [batch.to(device) for batch in probe]
-        self.first, self.reference = first_look(model, self.watch, self.probe)
+        self.ranks = ranks
+        self.probe = [batch.to(ranks.device) for batch in probe]
+        first, self.reference = first_look(model, self.watch, self.probe)
+        self.first = ranks.tell(first)
         self.top_k = self.reference.index_Tk[0][self.routers[0].layer].shape[1]
         self.guard = remember(GuardState(trains=run.router_trains), self.first)
         self.loss = RouterLoss(watch=self.watch, over=self.settings.balance_over, balance=0.0, z=self.settings.z)
@@ -76,7 +79,8 @@ class RouterControl:
         self.routed_LE = self.routed_LE + counts_LE
         if not due(self.settings.guard, step=step):
             return None, None
-        health = look(self.model, self.watch, self.probe, self.reference, step=step)
+        # The first rank's look counts: kernels on another may round a number to the other side of a threshold.
+        health = self.ranks.tell(look(self.model, self.watch, self.probe, self.reference, step=step))
         self.guard = remember(self.guard, health)
         verdict = judge(
             self.settings.guard,
@@ -100,12 +104,13 @@ class RouterControl:
         self.guard = guard
         self._take_effect()
 
-    def reset(self, optimizer: torch.optim.Optimizer) -> None:
-        """The routers' weights of step 0, and no memory of their gradients."""
+    def reset(self, optimizer: torch.optim.Optimizer, owned: Named) -> None:
+        """The routers' weights of step 0, and no memory of their gradients. `owned`: what the optimizer updates."""
         for parameter, first in zip(self._trained, self._untrained, strict=True):
             parameter.data.copy_(first)
-        for parameter in self.parameters.values():
-            optimizer.state.pop(parameter, None)
+        for name in self.parameters:
+            if name in owned:
+                optimizer.state.pop(owned[name], None)
 
     def _move_bias(self, counts_LE: Tensor) -> None:
         """DeepSeek's loss-free balancing: a step of fixed size towards the experts with less than the mean load.

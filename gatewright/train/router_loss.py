@@ -43,11 +43,12 @@ class RouterLoss:
         self._values_L2: Tensor | float = 0.0
 
     def begin(self, batch: Batch) -> None:
-        """Switches the losses on for this micro-batch's forward and backward pass."""
+        """Switches the losses on for this micro-batch's forward and backward pass; a filler has none."""
+        self._counts = batch.counts
         self.watch.terms = Terms(
-            balance=self.balance,
+            balance=self.balance if batch.counts else 0.0,
             over=self.over,
-            z=self.z,
+            z=self.z if batch.counts else 0.0,
             step_tokens=self._tokens,
             cu_seqlens_S1=batch.cu_seqlens_S1,
             share_LE=self.share_LE,
@@ -57,7 +58,8 @@ class RouterLoss:
         """Switches them off, and adds up what they were."""
         self.watch.terms = None
         layers = [router.layer for router in self.watch.routers]
-        self._scores_LE = self._scores_LE + torch.stack([self.watch.score_sums[layer] for layer in layers])
+        scores_LE = torch.stack([self.watch.score_sums[layer] for layer in layers])
+        self._scores_LE = self._scores_LE + scores_LE * self._counts
         values = [torch.stack(self.watch.values[layer]) for layer in layers]
         self._values_L2 = self._values_L2 + torch.stack(values)
 

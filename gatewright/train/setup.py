@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from gatewright.data.loader import Loader
+from gatewright.data.loader import Cut, Loader
 from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
@@ -25,10 +25,15 @@ from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
+from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.collect import divided_stacks, whole_adapters
+from gatewright.parallel.gradients import Gradients
+from gatewright.parallel.ranks import Ranks, alone
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
+from gatewright.train.context import costs_of, prove_context
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -37,6 +42,8 @@ from gatewright.train.router import RouterControl
 from gatewright.train.router_findings import router_findings
 
 AUTO_MICRO_BATCH_TOKENS = 4096
+RANK_SEEDS = 1_000_003
+"""Between the seeds of two ranks: their dropout must not be the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +54,11 @@ class Trainer:
     tokenizer: PreTrainedTokenizerBase
     model: PreTrainedModel
     head: Head
+    ranks: Ranks
     parameters: Named
+    """Weights that train, as the model holds them on this rank."""
+    gradients: Gradients
+    """What this rank updates of them, and how it gets their gradients."""
     coverage: list[Coverage]
     """What trains, by role and layer."""
     optimizer: torch.optim.Optimizer
@@ -64,34 +75,49 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    wrong = []
-    if run.parallel != "auto" and run.parallel.model_dump() != type(run.parallel)().model_dump():
-        wrong.append("parallel: this version trains in one process; leave it out, or set auto")
-    if wrong:
-        raise RunFileError("\n".join(wrong))
+    if run.parallel != "auto" and run.method.adapter:
+        if run.parallel.dense == "zero3" and run.method.adapter.full:
+            raise RunFileError(
+                "method.adapter.full: weights that train in full beside an adapter cannot be sharded by zero3 yet; set "
+                "parallel.dense to replicate or zero2"
+            )
+        if run.parallel.ep > 1 and run.method.adapter.experts:
+            raise RunFileError(
+                "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
+                "ep: 1, or adapt every expert"
+            )
     return []
 
 
-def set_up(run: Run, *, log: Callable[[Event], None]) -> Trainer:
-    """Builds the run's parts; what the user should know of each goes to `log` before the first step."""
+def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None) -> Trainer:
+    """Builds the run's parts; what the user should know of each goes to `log` before the first step.
+
+    `ranks`: this process among the others; None: it is alone.
+    """
     if run.train.threads:
         torch.set_num_threads(run.train.threads)
-    torch.manual_seed(run.train.seed)
-    device = pick_device()
+    ranks = ranks or alone(pick_device())
+    device = ranks.device
+    torch.manual_seed(run.train.seed + RANK_SEEDS * ranks.rank)
     # Data first: its mistakes are the most common, and cost little to find.
-    documents = _prepare_data(run, log=log)
-    model, head, covered = _prepare_model(run, documents.loader, device=device, log=log)
-    router = _prepare_router(run, model, documents.held_out or documents.loader, device=device, log=log)
+    documents = _prepare_data(run, ranks=ranks, log=log)
+    model, head, covered = _prepare_model(run, documents.loader, ranks=ranks, log=log)
+    router = _prepare_router(run, model, documents.held_out or documents.loader, ranks=ranks, log=log)
     parameters = trainable(model)
+    gradients = spread_gradients(model, parameters, ranks)
     fingerprint = {"data": documents.fingerprint, "base model": base_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
         tokenizer=documents.tokenizer,
         model=model,
         head=head,
+        ranks=ranks,
         parameters=parameters,
+        gradients=gradients,
         coverage=covered,
-        optimizer=build_optimizer(parameters, run.train, router=router.parameters if router else ()),
+        optimizer=build_optimizer(
+            gradients.owned, run.train, router=router.parameters if router else (), weights=parameters
+        ),
         loader=documents.loader,
         held_out=documents.held_out,
         questions=documents.questions,
@@ -112,7 +138,7 @@ class _Documents:
     fingerprint: str
 
 
-def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
+def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _Documents:
     folder = Path(run.model.path)
     config = read_config(folder, trust_remote_code=run.model.trust_remote_code)
     check_weights(folder)
@@ -120,26 +146,37 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
     renderer = Renderer(tokenizer, template=run.data.chat_template)
     tokens_dir, vocab_size = Path(run.runs_dir) / ".tokens", config.get_text_config().vocab_size
 
-    store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
+    with ranks.first_alone():  # the others then find the tokens in the store
+        store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
-    capacity = _micro_batch_tokens(run, view)
+    cut = _cut(run, view, config, ranks=ranks)
+    capacity = _micro_batch_tokens(run, view) if cut is None else run.train.tokens_per_step
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
     _announce(log, run, "train", store, view, plan)
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
+    if per_step < ranks.size and cut is None:
+        text = (
+            f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; "
+            f"raise train.tokens_per_step to {ranks.size * capacity:,}, or lower train.micro_batch_tokens"
+        )
+        log(Finding(severity="warning", text=text))
     steps = run.train.steps or math.ceil((run.train.epochs or 1) * plan.packs_per_epoch / per_step)
 
     held_out, questions = None, []
     if run.evaluate:
-        other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
+        with ranks.first_alone():
+            other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
         other_view = other.limit(view.max_tokens, run.data.overlong)
-        room = max(capacity, int(other_view.lengths.max()))
+        room = max(capacity, int(other_view.lengths.max())) if cut is None else ranks.size * cut.capacity
         other_plan = EpochPlan(other_view.lengths, capacity=room, seed=0, pack=run.data.pack)
         _announce(log, run, "evaluate", other, other_view, other_plan)
-        held_out = Loader(view=other_view, plan=other_plan, packs_per_step=1)
+        held_out = Loader(
+            view=other_view, plan=other_plan, packs_per_step=1, rank=ranks.rank, ranks=ranks.size, cut=cut
+        )
         questions = questions_of(other_view, count=run.evaluate.exact_match or 0)
     return _Documents(
         tokenizer=tokenizer,
-        loader=Loader(view=view, plan=plan, packs_per_step=per_step),
+        loader=Loader(view=view, plan=plan, packs_per_step=per_step, rank=ranks.rank, ranks=ranks.size, cut=cut),
         steps=steps,
         held_out=held_out,
         questions=questions,
@@ -148,8 +185,9 @@ def _prepare_data(run: Run, *, log: Callable[[Event], None]) -> _Documents:
 
 
 def _prepare_model(
-    run: Run, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+    run: Run, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> tuple[PreTrainedModel, Head, list[Coverage]]:
+    device = ranks.device
     kernel = choose_kernel(device, getattr(torch, run.model.dtype))
     model = load_model(
         run.model,
@@ -157,18 +195,24 @@ def _prepare_model(
         kernel=kernel,
         quantize=run.method.quantize,
         note=lambda text: log(Finding(severity="note", text=text)),
+        divide=divider(ranks),
     )
+    settle(model, ranks)
     if not find_experts(model):
         _refuse_router_settings(run, model)
-    base_parameters = sum(p.numel() for p in model.parameters())
+    spread = divided_stacks(model, ranks)
+    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
-    _let_train(run, model, loader, device=device, log=log)
-    covered = coverage(model, optimizer=run.train.optimizer)
+    _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
+    spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
+    covered = coverage(model, optimizer=run.train.optimizer, spread=spread)
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
     prove_isolation(model, device=device)
     prove_head(model, head, device=device)
+    if _context_parallel(run) and not ranks.alone:
+        prove_context(model, ranks)
 
     experts = find_experts(model)
     config = model.config.get_text_config().to_dict()
@@ -178,7 +222,7 @@ def _prepare_model(
             architecture=type(model).__name__,
             dtype=run.model.dtype,
             parameters=base_parameters,
-            trainable_parameters=sum(p.numel() for p in trainable(model).values()),
+            trainable_parameters=sum(row.trainable_parameters for row in covered),
             layers=config.get("num_hidden_layers", 0),
             moe_layers=sorted(experts),
             experts=max((module.num_experts for module in experts.values()), default=0),
@@ -191,15 +235,13 @@ def _prepare_model(
     return model, head, covered
 
 
-def _let_train(
-    run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
-) -> None:
+def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]) -> None:
     """Adapters in place and the weights that train unfrozen, as the run file says."""
     adapter = run.adapter
     if adapter is None:
         train_weights(model, run.method.roles, router=run.router.train)
         return
-    chosen = choose_experts(run, model, loader, device=device)
+    chosen = ranks.tell(choose_experts(run, model, loader, device=ranks.device))
     notes = add_adapters(
         model,
         adapter,
@@ -210,7 +252,8 @@ def _let_train(
     for note in [*notes, *([chosen.note] if chosen else [])]:
         log(Finding(severity="note", text=note))
     if adapter.start:
-        load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
+        with whole_adapters(model, ranks):
+            load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
 def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
@@ -227,13 +270,13 @@ def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
 
 
 def _prepare_router(
-    run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device, log: Callable[[Event], None]
+    run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> RouterControl | None:
     """None for a dense model."""
     settings = run.router
     if not find_experts(model):
         return None
-    control = RouterControl(run, model, loader, device=device)
+    control = RouterControl(run, model, loader.every_rank(), ranks=ranks)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)
@@ -241,6 +284,37 @@ def _prepare_router(
         pool = control.experts // ep if settings.capacity_per == "rank" else 1
         set_capacity(model, Capacity(factor=settings.capacity, experts_per_pool=pool, drop=settings.drop))
     return control
+
+
+def _context_parallel(run: Run) -> bool:
+    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
+
+
+def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks) -> Cut | None:
+    """How documents are cut over ranks; None without context parallelism. Raises RunFileError where it cannot be."""
+    if not _context_parallel(run):
+        return None
+    assert isinstance(run.parallel, Parallel)
+    longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
+    if not run.data.pack:
+        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+    if run.router.balance and run.router.balance_over == "sequence":
+        raise RunFileError(
+            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+        )
+    if longest > step:
+        raise RunFileError(
+            f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "
+            "lower data.max_tokens"
+        )
+    capacity = max(AUTO_MICRO_BATCH_TOKENS, -(-longest // ranks.size)) if wanted == "auto" else wanted
+    if longest > ranks.size * capacity:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {capacity:,} on {ranks.size} ranks cannot hold the longest document of "
+            f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
+        )
+    size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
+    return Cut(capacity=capacity, costs=costs_of(config), size=size)
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:

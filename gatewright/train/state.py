@@ -1,20 +1,24 @@
-"""A run's state in a checkpoint: what is written, and how a new process takes it up again to the bit."""
+"""A run's state in a checkpoint: what each rank writes, and how other processes, perhaps fewer, take it up again."""
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gatewright.model.adapter_files import load_adapter, save_adapter
+from gatewright.parallel.collect import whole_adapters
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
 from gatewright.train.optim import optimizer_tensors, restore_optimizer
+from gatewright.train.pieces import SavedState, host, write_pieces
 from gatewright.train.setup import Trainer
 
 RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
+WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +41,29 @@ class Progress:
 
 
 def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress) -> None:
-    """Writes everything a resume needs into a checkpoint folder."""
-    if run.adapter:
-        save_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
-    else:
-        weights = {name: p.detach().cpu().contiguous() for name, p in trainer.parameters.items()}
-        save_file(weights, folder / "weights.safetensors")
-    tensors = {f"optimizer/{k}": v for k, v in optimizer_tensors(trainer.optimizer, trainer.parameters).items()}
-    if trainer.router:
-        tensors |= trainer.router.tensors()
-        progress = replace(progress, guard=trainer.router.guard_json())
-    tensors[RNG_CPU] = torch.get_rng_state()
+    """Writes this rank's part of everything a resume needs into a checkpoint folder; all ranks must call it.
+
+    Every rank writes the pieces that are its own to save; the first, what all have in common, and the adapter.
+    """
+    ranks, gradients = trainer.ranks, trainer.gradients
+    tensors: dict[str, Tensor] = {RNG_CPU: torch.get_rng_state()}
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
-    save_file(tensors, folder / "state.safetensors")
-    (folder / "state.json").write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
+    held = [share for share in gradients.shares.values() if share.piece.writes]
+    if run.adapter:
+        with whole_adapters(trainer.model, ranks):
+            if ranks.first:
+                save_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
+    else:
+        tensors |= {f"{WEIGHTS}{share.name}": host(share.owned) for share in held}
+    state = optimizer_tensors(trainer.optimizer, {share.name: share.owned for share in held})
+    tensors |= {f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()}
+    if trainer.router:
+        progress = replace(progress, guard=trainer.router.guard_json())
+        tensors |= trainer.router.tensors() if ranks.first else {}
+    write_pieces(folder, tensors, pieces={share.name: share.piece for share in held}, rank=ranks.rank, ranks=ranks.size)
+    if ranks.first:
+        (folder / "state.json").write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
 
 
 def read_progress(folder: Path) -> Progress:
@@ -72,20 +84,34 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
                 f"{folder} was trained on another {what} (fingerprint {then[:12]} then, {now[:12]} now); "
                 "restore it, or give this run another name"
             )
+    ranks, gradients, saved = trainer.ranks, trainer.gradients, SavedState(folder)
     if run.adapter:
-        load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
-    else:
-        saved = load_file(folder / "weights.safetensors")
-        for name, parameter in trainer.parameters.items():
-            parameter.data.copy_(saved[name])
-    tensors = load_file(folder / "state.safetensors")
-    torch.set_rng_state(tensors.pop(RNG_CPU))
-    if RNG_CUDA in tensors:
-        cuda_state = tensors.pop(RNG_CUDA)
-        if trainer.device.type == "cuda":
-            torch.cuda.set_rng_state(cuda_state, trainer.device)
+        with whole_adapters(trainer.model, ranks):
+            load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
+    with torch.no_grad():
+        for share in gradients.shares.values():
+            if not run.adapter:
+                share.owned.copy_(saved.read(f"{WEIGHTS}{share.name}", share.piece).view_as(share.owned))
+    gradients.publish()
+    optimizer = {}
+    for share in gradients.shares.values():
+        for key in saved.keys(f"{OPTIMIZER}{share.name}/"):
+            tensor = saved.read(f"{OPTIMIZER}{share.name}/{key}", share.piece)
+            optimizer[f"{share.name}/{key}"] = tensor if tensor.dim() == 0 else tensor.view_as(share.owned)
+    restore_optimizer(trainer.optimizer, gradients.owned, optimizer)
     if trainer.router and progress.guard is not None:
-        trainer.router.restore(tensors, progress.guard)
-    optimizer = {n.removeprefix("optimizer/"): t for n, t in tensors.items() if n.startswith("optimizer/")}
-    restore_optimizer(trainer.optimizer, trainer.parameters, optimizer)
+        trainer.router.restore(saved.common("router/"), progress.guard)
+    _restore_rng(saved, trainer, run, step=progress.step)
     return progress
+
+
+def _restore_rng(saved: SavedState, trainer: Trainer, run: Run, *, step: int) -> None:
+    """This rank's generators as they were; on another number of ranks, new ones that depend on seed, step and rank."""
+    mine = saved.of_rank(trainer.ranks.rank, "rng/")
+    if saved.ranks != trainer.ranks.size or (trainer.device.type == "cuda" and RNG_CUDA not in mine):
+        digest = hashlib.sha256(f"{run.train.seed}/{step}/{trainer.ranks.rank}/{trainer.ranks.size}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return
+    torch.set_rng_state(mine[RNG_CPU])
+    if trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(mine[RNG_CUDA], trainer.device)

@@ -12,16 +12,17 @@ from transformers import PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.model.head import Head
 from gatewright.model.routing import count_routing
+from gatewright.parallel.gradients import Gradients
 from gatewright.spec.errors import Diverged
 from gatewright.train.forward import hidden_states
 from gatewright.train.loss import token_loss_sum
-from gatewright.train.optim import Named, set_learning_rate
+from gatewright.train.optim import set_learning_rate
 from gatewright.train.router_loss import RouterLoss, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did. Times in seconds."""
+    """What one step did, on all ranks together. Times in seconds, of this rank."""
 
     loss: float
     grad_norm: float
@@ -43,7 +44,7 @@ def train_step(
     model: PreTrainedModel,
     head: Head,
     optimizer: torch.optim.Optimizer,
-    parameters: Named,
+    gradients: Gradients,
     batches: list[Batch],
     *,
     lr: float,
@@ -62,30 +63,35 @@ def train_step(
     finite.
     """
     clock = stopwatch(batches[0].tokens_T.device)
-    target_tokens = sum(batch.target_tokens for batch in batches)
+    ranks = gradients.ranks
+    # Here and below, what is summed is summed over all ranks: every number of the step is that of one process.
+    counted = ranks.sum(torch.tensor([[batch.tokens, batch.target_tokens] for batch in batches]).sum(dim=0))
+    tokens, target_tokens = counted.tolist()
     loss_sum = torch.zeros((), dtype=torch.float64)
     expert_tokens = dropped = None
     balance_loss = z_loss = None
     forward_s = backward_s = 0.0
     if router is not None and router.wants_share:
-        router.share_LE = count_shares(model, batches)
+        router.share_LE = shares(ranks.sum(count_routes(model, batches)))
 
     model.train()
-    optimizer.zero_grad(set_to_none=True)
+    gradients.clear()
     if router is not None and router.on:
-        router.begin_step(step_tokens=sum(batch.tokens for batch in batches))
-    for batch in batches:
+        router.begin_step(step_tokens=tokens)
+    for number, batch in enumerate(batches, start=1):
         if before_each is not None:
             before_each()
         started = clock()
         if router is not None and router.on:
             router.begin(batch)
+        gradients.micro_batch(last=number == len(batches))
         with count_routing() as routing:
             loss = token_loss_sum(hidden_states(model, batch), head, batch.labels_T, chunk_tokens=loss_chunk_tokens)
             between = clock()
             (loss / target_tokens).backward()
+        gradients.finish()
         if routing.by_layer:
-            counts, drops = routing.stacked(), routing.stacked_drops()
+            counts, drops = routing.stacked() * batch.counts, routing.stacked_drops() * batch.counts
             expert_tokens = counts if expert_tokens is None else expert_tokens + counts
             dropped = drops if dropped is None else dropped + drops
         if router is not None and router.on:
@@ -95,24 +101,26 @@ def train_step(
         backward_s += clock() - between
 
     started = clock()
+    if expert_tokens is not None and dropped is not None:
+        expert_tokens, dropped = ranks.sum(expert_tokens), ranks.sum(dropped)
     if router is not None and router.on and expert_tokens is not None:
-        balance_loss, z_loss = router.finish_step(*router.sums(), expert_tokens)
-    mean_loss = (loss_sum / target_tokens).item()
-    grads = [p.grad for p in parameters.values() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
+        balance_loss, z_loss = router.finish_step(*map(ranks.sum, router.sums()), expert_tokens)
+    mean_loss = (ranks.sum(loss_sum) / target_tokens).item()
+    norm = gradients.norm()
     grad_norm = norm.item()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         raise Diverged(f"loss {mean_loss}, gradient norm {grad_norm}")
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(list(parameters.values()), clip_norm, norm)
+        gradients.clip(norm, clip_norm)
     set_learning_rate(optimizer, lr, router_scale=router_scale)
     optimizer.step()
+    gradients.publish()
     optimizer_s = clock() - started
 
     return StepResult(
         loss=mean_loss,
         grad_norm=grad_norm,
-        tokens=sum(batch.tokens for batch in batches),
+        tokens=tokens,
         target_tokens=target_tokens,
         expert_tokens=None if expert_tokens is None else expert_tokens.cpu(),
         dropped=None if dropped is None else dropped.cpu(),
@@ -125,16 +133,16 @@ def train_step(
 
 
 @torch.no_grad()
-def count_shares(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
-    """[MoE layers, E]: each expert's share of the step's assignments, by forward passes alone."""
+def count_routes(model: PreTrainedModel, batches: list[Batch]) -> Tensor:
+    """int64 [MoE layers, E]: this rank's assignments of the step, by forward passes alone."""
     model.eval()
     total: Tensor | int = 0
     for batch in batches:
         with count_routing() as routing:
             hidden_states(model, batch)
-        total = total + routing.stacked()
+        total = total + routing.stacked() * batch.counts
     assert isinstance(total, Tensor)
-    return shares(total)
+    return total
 
 
 def stopwatch(device: torch.device) -> Callable[[], float]:

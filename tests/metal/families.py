@@ -132,6 +132,19 @@ FAMILIES: dict[str, Family] = {
         layer_types=["mamba", "attention"],
         shared_intermediate_size=40,
     ),
+    "jamba": Family(
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        }
+    ),
     "mixtral": _moe(LOCAL_MOE, sliding_window=4),
     "olmoe": _moe(num_experts=8, num_experts_per_tok=2),
     "qwen2_moe": _moe(QWEN_MOE),
@@ -194,6 +207,28 @@ FAMILIES: dict[str, Family] = {
     "minimax": _moe(LOCAL_MOE, head_dim=8, layer_types=["linear_attention", "full_attention"], block_size=4),
     "minimax_m2": _moe(LOCAL_MOE, head_dim=16, rotary_dim=8),
     "ernie4_5_moe": _moe(moe_num_experts=8, moe_k=2, moe_intermediate_size=24, moe_layer_start_index=1),
+    "afmoe": _moe(
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        num_dense_layers=1,
+        num_shared_experts=1,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "glm4_moe_lite": _moe(LATENT, GROUPED),
+    "hy_v4": _moe(LATENT, GROUPED, INDEXER, indexer_types=["full", "shared", "full"]),
+    "mimo_v2_flash": _moe(
+        GROUPED,
+        head_dim=16,
+        v_head_dim=12,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "bailing_hybrid": _moe(
+        LATENT, GROUPED, LOCAL_MOE, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
     "kimi_linear": _moe(
         LATENT,
         LOCAL_MOE,

@@ -115,7 +115,7 @@ def test_broken_input(tmp_path: Path, name: str) -> None:
     ("changes", "message"),
     [
         ({"router__bias_rate": 1e-3}, "have no e_score_correction_bias to move"),
-        ({"parallel": {"ep": 2}}, "trains in one process"),
+        ({"parallel": {"ep": 2}}, "needs several ranks, and this is one process"),
         (
             {"train__micro_batch_tokens": 4000},
             r"train\.micro_batch_tokens = 4,000 is more than train\.tokens_per_step = 400",

@@ -138,7 +138,7 @@ class Broken(nn.Module):
     ("mixer", "said"),
     [
         (Leaky, "lets a document see the one packed before it"),
-        (Counting, "other numbers than alone"),
+        (Counting, "other numbers than transformers' eager"),
         (Broken, "cannot run on a packed row: TypeError"),
     ],
 )

@@ -293,3 +293,29 @@ def test_without_bitsandbytes_the_extra_is_named(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(absent.parent)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert 'pip install "gatewright[quantize]"' in done.stderr
+
+
+def test_a_module_takes_its_packed_tensors_along() -> None:
+    """To another device or type, and alone: what is not a linear layer's product is refused in words."""
+    linear = nn.Linear(96, 20)
+    value = torch.randn(20, 96)
+    linear.weight = nn.Parameter(quantize(value), requires_grad=False)
+    wanted = linear.weight.dense(torch.bfloat16)
+    linear.to(torch.bfloat16)
+    assert linear.weight.dtype == torch.bfloat16 and torch.equal(linear.weight.dense(torch.bfloat16), wanted)
+    with pytest.raises(ModelError, match=r"applies aten\.mul\.Tensor to a weight that is stored in few bits"):
+        linear.weight * 2
+    linear.to("meta")
+    assert linear.weight.is_meta and all(part.is_meta for part in linear.weight.parts.values())
+    assert linear.weight.shape == value.shape
+
+
+def test_questions_are_answered_on_a_packed_base(tmp_path: Path) -> None:
+    base = save_base("qwen3_moe", tmp_path, "nf4")
+    evaluate = {"data": str(tmp_path / "heldout.jsonl"), "exact_match": 3, "max_new_tokens": 4}
+    run = run_on(tmp_path, base, "qwen3_moe", "nf4", evaluate=evaluate, train__steps=2)
+    result(run)
+    first, last = tiny.events(run, "evaluate")
+    assert first["asked"] == last["asked"] == 3 and last["loss"] < first["loss"]
+    [note] = [e for e in tiny.events(run, "finding") if "method.quantize nf4" in str(e["text"])]
+    assert "router" in str(note["text"])

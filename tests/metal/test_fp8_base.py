@@ -119,6 +119,8 @@ def damage(folder: Path, change: str) -> None:
         tensors[name + "_scale_inv"] = torch.ones(3, 5)
     elif change == "nan scale":
         tensors[name + "_scale_inv"][0, 0] = float("nan")
+    elif change == "nan code":
+        tensors[name].view(torch.uint8)[1, 2] = 0xFF
     elif change == "integers":
         tensors[name] = torch.zeros(tensors[name].shape, dtype=torch.int8)
     elif change == "an expert is missing":
@@ -134,6 +136,7 @@ def damage(folder: Path, change: str) -> None:
         ("no scale", "q_proj.weight is FP8 but has no scale beside it"),
         ("wrong scale", r"q_proj.weight: an FP8 weight of shape .* with a scale of shape \(3, 5\)"),
         ("nan scale", "q_proj.weight: its FP8 scale holds NaN"),
+        ("nan code", "q_proj.weight: holds NaN or infinite weights"),
         ("integers", "q_proj.weight is stored as I8 without a scale we know"),
         ("an expert is missing", "the files hold 7 and 8 experts, config.json says 8"),
         ("wrong shape", "another shape than config.json says"),
@@ -145,3 +148,14 @@ def test_damaged_fp8_checkpoints_are_named(quantize: Quantize, change: str, word
     damage(folder, change)
     with pytest.raises(ModelError, match=words):
         load(folder, quantize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_codes_that_are_no_numbers_are_known(dtype: torch.dtype) -> None:
+    for code in range(256):
+        codes = torch.tensor([[code]], dtype=torch.uint8).view(dtype)
+        if codes.float().isfinite().all():
+            assert fp8_weight(codes, torch.ones(1), block=None, name="w").dense(torch.float32) == codes.float()
+        else:
+            with pytest.raises(ModelError, match="w: holds NaN or infinite"):
+                fp8_weight(codes, torch.ones(1), block=None, name="w")

@@ -1,5 +1,6 @@
 """The planner's bytes of a frozen base against the bytes that a load leaves in memory: within 1 %."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from gatewright.model.quantized import quantized_names, weight_bytes
 from gatewright.model.quantized_load import Quantize
 from gatewright.planner.memory import estimate_memory
 from gatewright.planner.plan_run import ask_run
+from gatewright.probe.rehearsal import rehearse
 from gatewright.spec import run as spec
+from gatewright.spec.errors import RunFileError
 
 CPU = torch.device("cpu")
 LARGER = {
@@ -81,6 +84,22 @@ def test_an_fp8_checkpoint_takes_the_planned_bytes(storage: Quantize, tmp_path: 
     folder = save_fp8(save_larger("qwen3_moe", tmp_path / "base"), tmp_path / "fp8", block=(128, 128))
     planned, held = planned_and_held(folder, storage)
     assert planned == pytest.approx(held, rel=0.01)
+
+
+def test_a_plan_refuses_what_the_trainer_would(tmp_path: Path) -> None:
+    folder = save_larger("qwen3_moe", tmp_path / "base")
+    with pytest.raises(RunFileError, match="holds plain floats; set nf4 or none"):
+        ask_run(run_of(folder, "fp8"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(RunFileError, match=r"quantised already \(gptq\)"):
+        ask_run(run_of(folder, "nf4"))
+
+
+def test_a_rehearsal_says_that_it_knows_dense_weights_only(tmp_path: Path) -> None:
+    folder = save_larger("qwen3_moe", tmp_path / "base")
+    with pytest.raises(RunFileError, match=r"method\.quantize nf4 has no fake kernel"):
+        rehearse(run_of(folder, "nf4"), lengths=[16])
 
 
 def test_nf4_is_planned_as_qlora(tmp_path: Path) -> None:

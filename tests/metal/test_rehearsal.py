@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import config, save_model
+from torch import Tensor
 
-from gatewright.model import attention
+from gatewright.model import attention, expert_lora
 from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
 from gatewright.probe.rehearsal_depth import choose_depths
 from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_model
@@ -36,6 +37,11 @@ def make_run(targets: list[str] | None, *, model: str = "tiny", dtype: str = "fl
     )
 
 
+def add_as_a_gpu_does(into_SN: Tensor, low_Sr: Tensor, w_ErN: Tensor, ends_E: Tensor, scale: float) -> Tensor:
+    """A CPU adds an expert's products in place, one by one; what is rehearsed is a GPU, which has no such kernel."""
+    return into_SN.add_(expert_lora.grouped_mm(low_Sr, w_ErN, ends_E), alpha=scale)
+
+
 def phases(rehearsal: Rehearsal) -> dict[str, int]:
     return {phase.phase: phase.bytes for phase in rehearsal.phases}
 
@@ -50,8 +56,11 @@ def phases(rehearsal: Rehearsal) -> dict[str, int]:
         ("qwen2_moe", ["experts", "shared_experts"], "none"),
     ],
 )
-def test_fake_tensors_count_what_real_ones_do_to_the_byte(kind: str, targets: list[str], checkpointing: str) -> None:
+def test_fake_tensors_count_what_real_ones_do_to_the_byte(
+    kind: str, targets: list[str], checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same two steps on real tensors, counted by the same tracker: every peak of every layer, every birth."""
+    monkeypatch.setattr(expert_lora, "_add_products", add_as_a_gpu_does)
     run, batches = make_run(targets, checkpointing=checkpointing), [packed_batch([50, 70, 33])]
 
     def make() -> torch.nn.Module:
@@ -170,6 +179,14 @@ def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> Non
 def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
     with pytest.raises(RunFileError, match="adamw8bit has no fake kernel"):
         rehearse(make_run(None, optimizer="adamw8bit"), lengths=[8], config=config("llama"))
+    small = make_run(["attention"]).model_dump()
+    small["method"]["quantize"] = "nf4"
+    with pytest.raises(RunFileError, match="method.quantize nf4 has no fake kernel"):
+        rehearse(Run.model_validate(small), lengths=[8], config=config("llama"))
+    some = make_run(["experts"]).model_dump()
+    some["method"]["adapter"]["experts"] = {"most_routed": 0.5}
+    with pytest.raises(RunFileError, match="fake tensors have no routing"):
+        rehearse(Run.model_validate(some), lengths=[8], config=config("qwen3_moe"))
     with pytest.raises(RunFileError, match="0 micro-batches"):
         rehearse(make_run(None), lengths=[8], config=config("llama"), micro_batches=0)
     with pytest.raises(ModelError, match=r"'experts' matches no weight"):

@@ -81,7 +81,7 @@ def gradients(run: Run, partition: list[int]) -> tuple[float, dict[str, torch.Te
     cuts = [sum(partition[:i]) for i in range(len(partition) + 1)]
     batches = [make_batch(trainer.loader.view, documents[a:b]) for a, b in itertools.pairwise(cuts)]
     result = train_step(
-        trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
+        trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches,
         lr=0.0, clip_norm=None, loss_chunk_tokens=run.train.loss_chunk_tokens,
     )  # fmt: skip
     return result.loss, {name: p.grad for name, p in trainer.parameters.items()}
@@ -130,7 +130,7 @@ def test_full_fine_tuning_of_tied_embeddings_equals_a_plain_loop(tmp_path: Path)
     trainer = set_up(run, log=lambda event: None)
     batches = trainer.loader.step(0)
     train_step(
-        trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches,
+        trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches,
         lr=0.0, clip_norm=None, loss_chunk_tokens=64,
     )  # fmt: skip
     plain = tiny.load_plain(Path(run.model.path))

@@ -19,10 +19,10 @@ def life(number: int, outcome: Outcome | None, *, before: int | None = None, aft
     )  # fmt: skip
 
 
-def test_the_first_link_goes_and_the_last_one_knows_it() -> None:
-    assert next_step([], links=3) == Go(number=1, last=False, exclude=())
+def test_links_go_until_all_are_used() -> None:
+    assert next_step([], links=3) == Go(number=1, exclude=())
     past = [life(1, "saved", after=10), life(2, "killed", before=10, after=15)]
-    assert next_step(past, links=3) == Go(number=3, last=True, exclude=())
+    assert next_step(past, links=3) == Go(number=3, exclude=())
     assert next_step([*past, life(3, "saved", before=15, after=20)], links=3) == Halt(
         "all 3 links are used up; raise cluster.links and submit again to go on"
     )
@@ -39,8 +39,8 @@ def test_two_links_without_a_newer_checkpoint_halt_the_chain() -> None:
 
 def test_a_fault_of_a_node_is_tried_twice_more_elsewhere_and_costs_no_link() -> None:
     faults = [replace(life(n, "fault", before=None), faulty_nodes=(f"n{n}",)) for n in (1, 2, 3)]
-    assert next_step(faults[:1], links=1) == Go(number=1, last=True, exclude=("n1",))
-    assert next_step(faults[:2], links=1) == Go(number=1, last=True, exclude=("n1", "n2"))
+    assert next_step(faults[:1], links=1) == Go(number=1, exclude=("n1",))
+    assert next_step(faults[:2], links=1) == Go(number=1, exclude=("n1", "n2"))
     assert isinstance(next_step(faults, links=1), Halt)
 
 
@@ -50,7 +50,7 @@ def test_what_a_retry_cannot_cure_halts_at_once() -> None:
 
 
 def test_links_that_had_nothing_to_do_do_not_count() -> None:
-    assert next_step([life(n, "left") for n in range(9)], links=2) == Go(number=1, last=False, exclude=())
+    assert next_step([life(n, "left") for n in range(9)], links=2) == Go(number=1, exclude=())
 
 
 @pytest.mark.parametrize(

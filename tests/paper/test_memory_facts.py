@@ -143,3 +143,19 @@ def test_the_busiest_rank_of_expert_parallelism_is_planned_not_the_mean() -> Non
     busiest, even = estimate_memory(spread), estimate_memory(replace(spread, imbalance=1.0))
     kept = [bytes_of(memory, "kept activations") for memory in (busiest, even)]
     assert 1.05 < kept[0] / kept[1] < 1.25
+
+
+def test_a_stack_of_experts_is_reduced_as_one_tensor_and_adapters_in_buckets() -> None:
+    """gatewright/parallel: 16 Mi elements a collective, in float32; a larger tensor is one by itself."""
+    shape = find_shape("Qwen3-30B-A3B")
+    full = Job(shape=shape, method="full", loss="linear", layout=Layout(ranks=8, sharding="zero2"))
+    adapter = Adapter(rank=16, roles=frozenset({"attention", "routed_experts"}))
+    lora = replace(full, method="lora", adapter=adapter)
+    stack = max(linear.parameters for _, linear in shape.linears(["routed_experts"]))
+    vocabulary = shape.vocab * shape.hidden
+    for job, elements, grad in ((full, max(stack, vocabulary), 2), (lora, 16 * 2**20, 4)):
+        [backward] = [phase for phase in estimate_memory(job).phases if phase.name == "backward"]
+        [flight] = [part.bytes for part in backward.parts if part.name == "gradients in flight"]
+        assert flight == elements * (2 * 4 + grad)
+    alone = estimate_memory(replace(lora, layout=Layout()))
+    assert not any(part.name == "gradients in flight" for phase in alone.phases for part in phase.parts)

@@ -1,6 +1,7 @@
 """probe.json judged for a run: every rule is broken by one machine and kept by another, and a bad file is one line."""
 
 import json
+import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,31 @@ def test_a_file_that_is_no_probe_is_one_sentence(content: str, says: str, tmp_pa
     with pytest.raises(UserError) as caught:
         read_probe(path)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_probe_is_refused_or_judged_and_never_a_crash(tmp_path: Path) -> None:
+    """120 files with a value broken at random."""
+    draw = random.Random(0)
+    strange = [None, -1, 0, 10**30, 1e308, "", "x" * 1000, [], {}, True]
+    refused = 0
+    for index in range(120):
+        values = json.loads(GOOD.as_json())
+        place: Any = values
+        while True:
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if isinstance(place[key], dict | list) and place[key] and draw.random() < 0.9:
+                place = place[key]
+                continue
+            place[key] = draw.choice(strange)
+            break
+        path = tmp_path / f"{index}.json"
+        path.write_text(json.dumps(values))
+        try:
+            verdict([RUN], tmp_path / "files", {"probe": path})
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 20 < refused < 115
 
 
 def test_a_probe_survives_the_file(tmp_path: Path) -> None:

@@ -21,6 +21,18 @@ def question(model: str = "Qwen3-30B-A3B", **fields: object) -> Question:
     return Question(**values)  # type: ignore[arg-type]
 
 
+def test_each_pipeline_stage_is_told_and_the_fullest_is_drawn() -> None:
+    layout = Layout(ranks=8, sharding="zero1", pp=4)
+    answer = plan(
+        "Qwen3-8B", gpus=8, gpu="h200", method="full", framework="megatron", backend="megatron", layout=layout
+    )
+    [note] = [note for note in answer.notes if note.startswith("allocated by pipeline stage")]
+    peaks = [float(text) for text in note.partition(": ")[2].split(", ")]
+    assert answer.memory is not None
+    assert len(peaks) == 4 and max(peaks) == pytest.approx(answer.memory.allocated.bytes / 2**30, abs=0.06)
+    assert len(set(peaks)) > 1
+
+
 def test_every_group_size_divides_the_ranks() -> None:
     layouts = list(layouts_of(question(), 12))
     assert len(layouts) == len(set(layouts))

@@ -1,5 +1,7 @@
 """A real SLURM on this machine: munged, slurmctld and one slurmd a fake node, on loopback, while the tests run."""
 
+import ctypes
+import getpass
 import os
 import shutil
 import signal
@@ -43,7 +45,7 @@ SwitchType=switch/none
 ReturnToService=2
 SlurmdTimeout=60
 SlurmctldTimeout=30
-MessageTimeout=10
+MessageTimeout=5
 KillWait=3
 MinJobAge=600
 UnkillableStepTimeout=20
@@ -196,7 +198,7 @@ class Lab:
         self.folder.chmod(0o755)
         (self.folder / "munge").chmod(0o700)
         (self.folder / "plugstack.conf").touch()
-        port, (user, host) = free_ports(self.nodes + 1), (_user(), socket.gethostname().partition(".")[0])
+        port, (user, host) = free_ports(self.nodes + 1), (getpass.getuser(), socket.gethostname().partition(".")[0])
         text = SLURM_CONF.format(
             folder=self.folder, user=user, host=host, nodes=self.nodes, port=port, node_port=port + 1,
             last_port=port + self.nodes, srun_low=port + 2000, srun_high=port + 2400, cpus=CPUS, memory=MEMORY_MIB,
@@ -225,17 +227,19 @@ class Lab:
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             self.daemons.append(
                 subprocess.Popen(
-                    command, env=self.env, cwd=self.folder / "spool", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    command, env=self.env, cwd=self.folder / "spool", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    preexec_fn=die_with_the_tests,
                 )
-            )
+            )  # fmt: skip
 
     def restart_controller(self) -> None:
         """After `controller().kill()`: with the state it saved."""
         command = [str(word) for word in self.daemons[1].args if word != "-c"]  # type: ignore[union-attr]
         with (self.folder / "log" / "slurmctld.out").open("ab") as log:
             self.daemons[1] = subprocess.Popen(
-                command, env=self.env, cwd=self.folder / "spool", stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+                command, env=self.env, cwd=self.folder / "spool", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=die_with_the_tests,
+            )  # fmt: skip
         self.wait_for(lambda: "UP" in self.run("scontrol", "ping", check=False), "the controller", within_s=20)
 
     def _remove_cgroups(self) -> None:
@@ -246,6 +250,12 @@ class Lab:
                     if folder.is_dir():
                         with suppress(OSError):
                             folder.rmdir()
+
+
+def die_with_the_tests() -> None:
+    """In a daemon, before it starts: has the kernel end it when the tests are killed."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_ports(count: int) -> int:
@@ -263,9 +273,3 @@ def free_ports(count: int) -> int:
             for one in sockets:
                 one.close()
     raise RuntimeError("no free ports")
-
-
-def _user() -> str:
-    import getpass
-
-    return getpass.getuser()

@@ -85,6 +85,15 @@ def test_a_refused_partition_and_a_limit_over_it_leave_nothing_behind(lab: Lab, 
         assert not lab.job_ids()
 
 
+def test_a_refusal_in_the_middle_takes_back_what_was_queued(lab: Lab, tmp_path: Path) -> None:
+    stages = '  a: {command: "sleep 60", cpus: 1, memory_gib: 1}\n  b: {command: "true", memory_gib: 100000}\n'
+    file = write(tmp_path, f"campaign: judge\ncluster: {{time_limit: 10m}}\nstages:\n{stages}")
+    said = submit(lab, file, check=False)
+    assert "queued a as job" in said and "took out of the queue again" in said
+    assert "error: sbatch was refused" in said and "Traceback" not in said
+    lab.wait_for(lambda: not lab.job_ids(), "the queue to be empty", within_s=20)
+
+
 def test_two_submitters_at_once_queue_one_chain(lab: Lab, tmp_path: Path) -> None:
     file = write_standin(tmp_path, steps=400, step_s=0.05, save_every=5, limit="5m", links=9)
     command = [*GATEWRIGHT, "submit", str(file)]

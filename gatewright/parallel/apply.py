@@ -1,0 +1,164 @@
+"""Parallelism applied to a model from outside, in one fixed order, on one screen.
+
+    on meta, no bytes read yet      divide             experts cut over ep; zero3: FSDP2 over blocks, embedding and head
+    weights read, each its own      settle             experts' dispatch in place, and a head that gathers its weight
+    adapters added, roles chosen    spread_gradients   who updates what, and how gradients meet
+
+Inside the model nothing knows of ranks but the experts seam (model/experts.py) and the head (model/head.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gatewright.model.experts import find_experts
+from gatewright.model.head import gather_on_use
+from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.dispatch import Dispatch
+from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
+from gatewright.parallel.layout import refuse_experts
+from gatewright.parallel.pieces import Piece
+from gatewright.parallel.ranks import SHARD, Ranks
+
+BUCKET_ELEMENTS = 16 << 20
+"""Elements that one collective reduces: 64 MiB in float32."""
+
+
+def divider(ranks: Ranks) -> Callable[[PreTrainedModel], None] | None:
+    """What the loader is to call with the empty model; None where every rank reads all of it."""
+    if ranks.layout.ep == 1 and ranks.layout.dense != "zero3":
+        return None
+    return lambda model: divide(model, ranks)
+
+
+def divide(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read."""
+    experts, layout = find_experts(model), ranks.layout
+    refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))
+    if layout.ep > 1:
+        for module in experts.values():
+            _cut_rows(module, module.num_experts, ranks.part("ep"))
+    if layout.dense == "zero3":
+        policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
+        if layout.ep > 1:
+            for module in experts.values():
+                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy)
+        for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+            fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy)
+        # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
+        fully_shard(model.base_model, mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True)
+        if not model.config.get_text_config().tie_word_embeddings:
+            head = model.get_output_embeddings()
+            _cut_rows(head, head.out_features, ranks.with_copies(SHARD))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def settle(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Puts the exchange of tokens in place where experts are divided, and the gathering of a divided head."""
+    layout = ranks.layout
+    if layout.ep > 1:
+        dispatch = Dispatch(ranks.part("ep").get_group())
+        for module in find_experts(model).values():
+            module.gatewright_dispatch = dispatch
+            module.gatewright_experts = module.num_experts // layout.ep
+            module.gatewright_first_expert = ranks.position("ep") * module.gatewright_experts
+            for name, stack in list(module.named_parameters(recurse=False)):
+                if isinstance(stack, DTensor) and layout.dense != "zero3":
+                    module.register_parameter(name, nn.Parameter(stack.to_local(), requires_grad=stack.requires_grad))
+    if layout.dense == "zero3":
+        gather_on_use(model.get_output_embeddings())
+
+
+def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) -> Gradients:
+    """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
+    if ranks.alone:
+        whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
+        shares = [Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()]
+        return Gradients(shares, [], ranks)
+    divided = divided_stacks(model, ranks)
+    shares, alike = [], {}
+    for name, weight in parameters.items():
+        if isinstance(weight, DTensor):
+            shares.append(_fsdp_share(name, weight, ranks))
+            continue
+        share, shard, copies = _plain_share(name, weight, ranks, experts=divided.get(name))
+        shares.append(share)
+        if shard or copies:
+            alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
+    return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
+
+
+def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
+    """Makes each parameter with so many rows a DTensor cut along them; on meta, so nothing is copied."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if weight.shape[0] == rows:
+            cut = distribute_tensor(weight, mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
+
+
+def _plain_share(
+    name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None
+) -> tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+    """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
+
+    `experts`: how many the whole stack has, where the weight is a stack of this rank's.
+    """
+    layout = ranks.layout
+    row = prod(weight.shape[1:])
+    begin = 0 if experts is None else ranks.position("ep") * weight.shape[0] * row
+    shape = tuple(weight.shape) if experts is None else (experts, *weight.shape[1:])
+    within = "edp" if experts is not None else SHARD
+    sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
+    holders = layout.ranks // (1 if experts is None else layout.ep) // sharing
+    piece = Piece(
+        shape=shape, begin=begin, end=begin + weight.numel(), holders=holders,
+        writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
+    )  # fmt: skip
+    copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
+    if sharing == 1:
+        copies = [ranks.part(within).get_group()] * (ranks.part(within).size() > 1) + copies
+        return Share(name=name, weight=weight, owned=weight, piece=piece), None, copies
+    first, last = piece.cut(sharing, ranks.position(within))
+    owned = nn.Parameter(weight.data.view(-1)[first:last], requires_grad=weight.requires_grad)
+    piece = replace(piece, begin=begin + first, end=begin + last)
+    return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
+
+
+def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head."""
+    (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    row = prod(weight.shape[1:])
+    piece = Piece(
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, holders=ranks.layout.copies,
+        writes=ranks.position("copy") == 0,
+    )  # fmt: skip
+    owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
+    return Share(name=name, weight=weight, owned=owned, piece=piece)
+
+
+def _buckets(alike: list[tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]]) -> list[Bucket]:
+    """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
+    buckets: list[Bucket] = []
+    size = BUCKET_ELEMENTS
+    for share, shard, copies in reversed(alike):
+        if size >= BUCKET_ELEMENTS:
+            buckets.append(Bucket(shares=[], shard=shard, copies=copies))
+            size = 0
+        buckets[-1].shares.append(share)
+        size += share.weight.numel()
+    return buckets

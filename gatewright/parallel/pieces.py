@@ -1,0 +1,43 @@
+"""Piece: the part of a weight that a rank holds or updates, as one run of the whole tensor's elements in row order.
+
+Every layout cuts tensors into such runs: experts and FSDP along the first axis, ZeRO-2 anywhere. So a checkpoint
+written under one layout is read under any other by the overlap of two runs.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Elements [begin, end) of a tensor of `shape`, in row order."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, as one process would hold it."""
+    begin: int
+    end: int
+    holders: int = 1
+    """Ranks that hold this very piece."""
+    writes: bool = True
+    """Whether this rank is the one of the holders that saves it."""
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def whole(self) -> bool:
+        return self.elements == prod(self.shape)
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        """Its own shape where it is a run of whole rows of the first axis, otherwise None."""
+        row = prod(self.shape[1:])
+        if not self.shape or self.begin % max(row, 1) or self.end % max(row, 1):
+            return None
+        return (self.elements // max(row, 1), *self.shape[1:])
+
+    def cut(self, ranks: int, rank: int) -> tuple[int, int]:
+        """(begin, end) within this piece of the share of one of `ranks`: equal, but the last may be short or empty."""
+        share = -(-self.elements // ranks)
+        return min(rank * share, self.elements), min((rank + 1) * share, self.elements)

@@ -1,0 +1,180 @@
+"""Ranks: this process among the others, their groups, and the few sums they make together."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gatewright.parallel.layout import Layout
+from gatewright.parallel.place import ALONE, Place
+
+SHARD = "shard"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process and its groups. Alone, there is no process group, and every sum is the value itself."""
+
+    place: Place
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """Dimensions copy, edp, ep (layout.py), for experts; None: alone."""
+    dense: DeviceMesh | None = None
+    """Dimensions copy, shard = edp × ep, for everything else; None: alone."""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints, and writes what all have in common."""
+        return self.place.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def part(self, name: str) -> DeviceMesh:
+        """The sub-mesh of that name that this rank belongs to: copy, edp, ep or shard."""
+        assert self.mesh is not None and self.dense is not None
+        return self.dense[name] if name == SHARD else self.mesh[name]
+
+    def with_copies(self, name: str) -> DeviceMesh:
+        """The same, with the copies of the model as a first dimension where there are any."""
+        assert self.mesh is not None and self.dense is not None
+        if self.layout.copies == 1:
+            return self.part(name)
+        return self.dense if name == SHARD else self.mesh["copy", name]
+
+    def position(self, name: str) -> int:
+        """This rank's number within that sub-mesh; 0 alone."""
+        return 0 if self.alone else self.part(name).get_local_rank()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, on every rank, of a tensor on the CPU or the device; the tensor is overwritten."""
+        if not self.alone:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """The values of each rank, by rank."""
+        if self.alone:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine)
+        return [row.tolist() for row in every]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return bool(self.sum(torch.tensor(int(flag)))) if not self.alone else flag
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """Lets the first rank through the block before the others; if it fails there, they fail."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+    def tell(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        if self.alone:
+            return value
+        box = [value if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[return-value]
+
+    def collect(self, value: T) -> list[T]:
+        """The value of each rank, by rank, on every rank."""
+        if self.alone:
+            return [value]
+        every: list[T | None] = [None] * self.size
+        dist.all_gather_object(every, value)
+        return every  # type: ignore[return-value]
+
+    def mark(self, step: int) -> None:
+        """Leaves word of the step this rank is in, for those who find it missing."""
+        if not self.alone:
+            _store().set(f"gatewright/at/{self.rank}", str(step))
+
+    def marks(self) -> dict[int, int]:
+        """The step each rank was last heard of in."""
+        try:
+            return {rank: int(_store().get(f"gatewright/at/{rank}")) for rank in self._marked()}
+        except (RuntimeError, ValueError):
+            return {}
+
+    def _marked(self) -> list[int]:
+        return [rank for rank in range(self.size) if _store().check([f"gatewright/at/{rank}"])]
+
+    def wait(self) -> None:
+        """Returns when every rank has come here."""
+        if not self.alone:
+            self.sum(torch.zeros(()))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def alone(device: torch.device) -> Ranks:
+    """One process on its own."""
+    return Ranks(place=ALONE, layout=Layout(), device=device)
+
+
+@contextmanager
+def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s: float) -> Iterator[Ranks]:
+    """Joins the process group for the block: NCCL or RCCL between GPUs, gloo between CPUs and for control.
+
+    A collective that a rank does not come to fails on the others after `timeout_s`.
+    """
+    if place.size == 1:
+        yield Ranks(place=place, layout=layout, device=device)
+        return
+    _set_diagnostics()
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{place.address}:{place.port}" if "TORCHELASTIC_RUN_ID" not in os.environ else "env://",
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=("copy", "edp", "ep"))
+    dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
+    yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense)
+    # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
+    dist.destroy_process_group()
+
+
+def _set_diagnostics() -> None:
+    """What torch should leave behind when a collective hangs; only where the user has not said otherwise."""
+    for name, value in {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,147 @@
+"""Tensors of a checkpoint in pieces: each rank writes its own, and any number of ranks reads what it needs of them.
+
+    state.safetensors                         of one process: every tensor whole
+    state-00002-of-00004.safetensors          of rank 2 of 4: whole tensors, and runs of elements of larger ones
+
+A run of elements is stored flat, and the file's header says of which tensor: {"name": {"shape": […], "begin": n}}.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gatewright.parallel.pieces import Piece
+from gatewright.spec.errors import CheckpointError
+
+_FILE = re.compile(r"state(?:-(\d+)-of-(\d+))?\.safetensors")
+
+
+def host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that what happens to the tensor no longer touches."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def file_name(rank: int, ranks: int) -> str:
+    return "state.safetensors" if ranks == 1 else f"state-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def write_pieces(
+    folder: Path, tensors: Mapping[str, Tensor], *, pieces: Mapping[str, Piece], rank: int, ranks: int
+) -> None:
+    """Writes this rank's file.
+
+    `tensors` are called weights/NAME, optimizer/NAME/KEY, or anything else for what is whole; `pieces`: what this rank
+    holds of the weight NAME.
+    """
+    header = {}
+    for key, tensor in tensors.items():
+        piece = pieces.get(_weight(key))
+        if piece is not None and tensor.dim() and tensor.numel() == piece.elements and tensor.shape != piece.shape:
+            header[key] = {"shape": piece.shape, "begin": piece.begin}
+    flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
+    # One entry: with several, safetensors writes them in any order, and equal states would not be equal files.
+    save_file(flat, folder / file_name(rank, ranks), {"pieces": json.dumps(header, sort_keys=True)})
+
+
+class SavedState:
+    """The state files of a checkpoint, read piece by piece."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where the files do not belong together."""
+        found = {path: _FILE.fullmatch(path.name) for path in sorted(folder.glob("state*.safetensors"))}
+        self.files = {int(match[1] or 0): path for path, match in found.items() if match}
+        sizes = {int(match[2] or 1) for match in found.values() if match}
+        if len(sizes) != 1 or set(self.files) != set(range(*sizes)):
+            names = ", ".join(path.name for path in found) or "none"
+            raise CheckpointError(f"{folder}: its state files are not those of one run, or not all of them: {names}")
+        [self.ranks] = sizes
+        self.folder = folder
+        # Tensor name -> (rank whose file has it, shape of the whole tensor, first element)
+        self._places: dict[str, list[tuple[int, tuple[int, ...], int]]] = {}
+        for rank, path in self.files.items():
+            with _open(path) as file:
+                header = json.loads((file.metadata() or {}).get("pieces", "{}"))
+                for key in file.keys():  # noqa: SIM118
+                    shape = tuple(header[key]["shape"]) if key in header else tuple(file.get_slice(key).get_shape())
+                    self._places.setdefault(key, []).append((rank, shape, header.get(key, {"begin": 0})["begin"]))
+
+    def keys(self, prefix: str) -> list[str]:
+        """What follows the prefix in the names that begin with it."""
+        return [name.removeprefix(prefix) for name in self._places if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._places[name][0][1]
+
+    def common(self, prefix: str) -> dict[str, Tensor]:
+        """Whole tensors by name."""
+        return {name: self.whole(name) for name in self._places if name.startswith(prefix)}
+
+    def of_rank(self, rank: int, prefix: str) -> dict[str, Tensor]:
+        """What one rank saved for itself."""
+        if rank not in self.files:
+            return {}
+        with _open(self.files[rank]) as file:
+            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor, put together from its pieces."""
+        shape = self.shape(name)
+        return self.read(name, Piece(shape=shape, begin=0, end=prod(shape))).view(shape)
+
+    def read(self, name: str, piece: Piece) -> Tensor:
+        """The elements of a tensor that a piece covers, flat; a tensor that is one number, as it is.
+
+        Raises CheckpointError where the tensor has another shape, or some of its elements are in no file.
+        """
+        places = self._places.get(name)
+        if places is None:
+            raise CheckpointError(f"{self.folder}: {name} is not in its state files")
+        rank, shape, _ = places[0]
+        if shape == ():
+            return self.of_rank(rank, name)[name]
+        if shape != piece.shape:
+            raise CheckpointError(f"{self.folder}: {name} has the shape {shape}, this run's weight {piece.shape}")
+        parts = [self._overlap(name, rank, begin, piece) for rank, _, begin in places]
+        result = torch.empty(piece.elements, dtype=parts[0][1].dtype)
+        for offset, part in parts:
+            result[offset : offset + len(part)] = part
+        # Ranks write disjoint pieces, so that what is covered can be counted.
+        if (covered := sum(len(part) for _, part in parts)) != piece.elements:
+            raise CheckpointError(
+                f"{self.folder}: {covered:,} of {piece.elements:,} elements of {name} are in its state files"
+            )
+        return result
+
+    def _overlap(self, name: str, rank: int, begin: int, piece: Piece) -> tuple[int, Tensor]:
+        """(place within the piece, elements) of what one file has of it; only the rows it needs are read."""
+        with _open(self.files[rank]) as file:
+            stored = file.get_slice(name)
+            row = prod(stored.get_shape()[1:]) or 1
+            end = begin + prod(stored.get_shape())
+            first = min(max(piece.begin, begin), end)
+            last = max(min(piece.end, end), first)
+            top, bottom = (first - begin) // row, -(-(last - begin) // row)
+            flat = stored[top:bottom].reshape(-1)
+        return max(first - piece.begin, 0), flat[first - begin - top * row : last - begin - top * row]
+
+
+def _weight(key: str) -> str:
+    """Name of the weight that a tensor belongs to."""
+    kind, _, rest = key.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
