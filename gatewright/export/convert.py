@@ -201,9 +201,7 @@ def _architecture(config: Config) -> gguf.MODEL_ARCH:
     return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family.architecture)
 
 
-def _describe(
-    writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, name: str, precision: Precision
-) -> None:
+def _describe(writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, name: str, precision: Precision) -> None:
     """Sets the fields of the file."""
     values, rope = config.values, config.rope
     writer.add_type(gguf.GGUFType.MODEL)
