@@ -1,10 +1,11 @@
-"""The verbs `export` and `verify`: a trained model into files that other programs run, and the proof that they are it."""
+"""The verbs `export` and `verify`: a trained model into files that other programs run, and whether they are it."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -78,7 +79,7 @@ def export(
 
     if threads:
         torch.set_num_threads(threads)
-    console = Console(soft_wrap=True)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
     found = find_source(source, base=base)
     types = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     request = ExportRequest(
@@ -97,12 +98,13 @@ def export(
     if outcome.manifest["files"]:
         console.print(_table(outcome.manifest, found.base, device_bytes, context_tokens))
     _print_failures(console.print, outcome.manifest)
-    console.print(f"Results: {request.out}", highlight=False)
+    console.print(f"Results: {request.out}", highlight=False, soft_wrap=True)
     if outcome.work_bytes:
         console.print(
-            f"{request.out / 'work'} holds {outcome.work_bytes / GIB:.1f} GiB of intermediate files, so that more files "
-            "can follow quickly; delete it when you are done",
+            f"{request.out / 'work'} holds {outcome.work_bytes / GIB:.1f} GiB of intermediate files, so that more "
+            "files can follow quickly; delete it when you are done",
             highlight=False,
+            soft_wrap=True,
         )
     raise typer.Exit(0 if outcome.passed else 1)
 
@@ -149,7 +151,7 @@ def _sample(
     if train is None:
         raise UserError(
             "a GGUF file is compared with the original on data, and quantised by what the data shows; an adapter or "
-            "model folder does not name any: give --data FILE (what it was trained on), and --heldout FILE if you have it"
+            "model folder names none: give --data FILE (what it was trained on), and --heldout FILE if you have it"
         )
     if heldout is None and data is None and run and run.evaluate:
         heldout = Path(run.evaluate.data)
@@ -170,7 +172,7 @@ def _use_library(folder: Path | None) -> None:
         return
     if not folder.is_dir():
         raise UserError(
-            f"--llama: no folder {folder}; it holds libllama of the release that llama-cpp-python is made for"
+            f"--llama: no folder {folder}; wanted one with libllama of the release that llama-cpp-python is for"
         )
     os.environ["LLAMA_CPP_LIB_PATH"] = str(folder)
 
@@ -188,31 +190,25 @@ def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, co
 
     from gatewright.export.fit import running_bytes
 
-    table = Table(title=f"{manifest['name']}, against the original in float32")
-    for name in ("file", "GiB", "KL median", "base's", "KL p99", "base's", "top-1", "answers", "tokens/s", "verdict"):
-        table.add_column(name, justify="left" if name in ("file", "verdict") else "right")
-    table.add_column(f"runs in GiB at {context_tokens:,}", justify="right")
-    if device_bytes:
-        table.add_column(f"fits {device_bytes / GIB:.0f} GiB")
+    table = Table(title=f"{manifest['name']} against the original in float32; in brackets, the base model's own")
+    for name in ("file", "GiB", "KL median", "KL p99", "top-1", "answers", "tokens/s"):
+        table.add_column(name, justify="left" if name == "file" else "right")
+    table.add_column(f"GiB at {context_tokens:,} tokens", justify="right")
+    table.add_column("verdict")
     for entry in manifest["files"]:
-        figures, floor = entry["figures"], entry["base_figures"] or {}
+        figures, floor = entry["figures"], entry["base_figures"]
         needed = running_bytes(base, figures["file_bytes"], context_tokens=context_tokens)
-        row = [
+        fits = "" if device_bytes is None or needed is None else ", fits" if needed <= device_bytes else ", too large"
+        table.add_row(
             entry["file"] + (f" on {entry['on_base']}" if entry["on_base"] else ""),
             f"{figures['file_bytes'] / GIB:.2f}",
-            f"{figures['kl_median']:.1e}",
-            f"{floor['kl_median']:.1e}" if floor else "–",
-            f"{figures['kl_p99']:.1e}",
-            f"{floor['kl_p99']:.1e}" if floor else "–",
+            *(f"{figures[key]:.1e}" + (f" ({floor[key]:.1e})" if floor else "") for key in ("kl_median", "kl_p99")),
             f"{figures['top1']:.1%}",
             f"{figures['same_answers']}/{figures['answers']}",
-            f"{figures['write_tokens_per_s']:.1f}",
+            f"{figures['write_tokens_per_s']:.0f}",
+            (f"{needed / GIB:.2f}" if needed else "–") + fits,
             "[green]passed[/green]" if entry["passed"] else "[bold red]FAILED[/bold red]",
-            f"{needed / GIB:.2f}" if needed else "–",
-        ]
-        if device_bytes:
-            row.append("–" if needed is None else "yes" if needed <= device_bytes else "[red]no[/red]")
-        table.add_row(*row)
+        )
     return table
 
 

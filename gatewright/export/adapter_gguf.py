@@ -28,8 +28,8 @@ def write_adapter(adapter: AdapterFiles, base: Path, out: Path, *, name: str, ti
     config = read_config(base)
     if adapter.replaced:
         raise ModelError(
-            f"{adapter.folder}: {next(iter(adapter.replaced))} was trained whole (modules_to_save), which a GGUF adapter "
-            "cannot hold; export --to gguf instead"
+            f"{adapter.folder}: {next(iter(adapter.replaced))} was trained whole (modules_to_save), which a GGUF "
+            "adapter cannot hold; export --to gguf instead"
         )
     alpha = float(adapter.config["lora_alpha"])
     outputs = [output for key, low in adapter.low_rank.items() for output in _pairs(config, adapter, key, low, alpha)]

@@ -67,7 +67,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
 def modelfile(
     file: str, *, adapter: str | None, chat_template: str | None, stops: Sequence[str], context_tokens: int
 ) -> str:
-    """An Ollama Modelfile. Ollama takes the chat template from the GGUF file where it knows it; ChatML is written out."""
+    """An Ollama Modelfile. Ollama knows many templates by the GGUF file's own; ChatML is written out."""
     lines = [f"FROM ./{file}"]
     if adapter:
         lines.append(f"ADAPTER ./{adapter}")
@@ -86,11 +86,17 @@ def _training(manifest: Mapping[str, Any]) -> list[str]:
     if not training:
         return []
     words = {
-        "architecture": "architecture", "parameters": "parameters", "data": "data", "steps": "steps",
-        "tokens": "tokens trained on", "train_loss": "loss of the last step", "heldout_loss_before": "held-out loss before",
-        "heldout_loss": "held-out loss after", "exact_before": "held-out answers right before",
+        "architecture": "architecture",
+        "parameters": "parameters",
+        "data": "data",
+        "steps": "steps",
+        "tokens": "tokens trained on",
+        "train_loss": "loss of the last step",
+        "heldout_loss_before": "held-out loss before",
+        "heldout_loss": "held-out loss after",
+        "exact_before": "held-out answers right before",
         "exact": "held-out answers right after",
-    }  # fmt: skip
+    }
     rows = [f"| {label} | {_plain(training[key])} |" for key, label in words.items() if key in training]
     return ["", "## Training", "", "| | |", "|---|---|", *rows]
 
@@ -98,7 +104,10 @@ def _training(manifest: Mapping[str, Any]) -> list[str]:
 def _table(manifest: Mapping[str, Any]) -> list[str]:
     if not manifest["files"]:
         return []
-    head = "| file | GiB | KL mean | KL median | KL p99 | base's KL median | same first choice | perplexity | same answers | verdict |"
+    head = (
+        "| file | GiB | KL mean | KL median | KL p99 | base's KL median | same first choice | perplexity "
+        "| same answers | verdict |"
+    )
     rows = ["", "## Files", "", head, "|---|---|---|---|---|---|---|---|---|---|"]
     for entry in manifest["files"]:
         figures, floor = entry["figures"], entry.get("base_figures")
@@ -119,11 +128,9 @@ def _experts(manifest: Mapping[str, Any]) -> list[str]:
     experts = manifest.get("experts")
     if not experts:
         return []
-    return [
-        "",
-        f"The comparison used {experts['experts'] - experts['silent']} of {experts['experts']} routed experts; the rest "
-        "got no token in it and are unproven by it.",
-    ]
+    used = experts["experts"] - experts["silent"]
+    rest = "; the others got no token in it and are unproven by it" if experts["silent"] else ""
+    return ["", f"The comparison used {used} of {experts['experts']} routed experts{rest}."]
 
 
 def _kl(figures: Mapping[str, Any] | None) -> str:

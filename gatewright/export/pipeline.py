@@ -179,8 +179,8 @@ class _Export:
         result = self.steps.run("merge", "merge", self.identity, lambda: [place], action)
         if result["lost"] > LOST:
             self._note(
-                f"as {str(self.request.dtype).removeprefix('torch.')}, the merged weights lose {result['lost']:.0%} of the "
-                f"update (median over tensors), and {result['unchanged']:.0%} of the values stay those of the base; "
+                f"as {str(self.request.dtype).removeprefix('torch.')}, the merged weights lose {result['lost']:.0%} "
+                f"of the update (median over tensors), and {result['unchanged']:.0%} of the values stay the base's; "
                 "--dtype f32 loses nothing"
             )
         return place, result
@@ -227,7 +227,7 @@ class _Export:
     def _study(
         self, side: str, folder: Path, reference_file: Path, sample: Sample, identity: Mapping[str, Any]
     ) -> Result:
-        """The reference and importance matrix of the model; for the base, how far it is from ours with its adapter on."""
+        """Reference and importance matrix of a model; for the base, how far it is from ours with its adapter on."""
         matrix_file = self.work / f"{side}.importance.npz"
         adapter = self.source.adapter if side == "base" else None
 
@@ -300,13 +300,14 @@ class _Export:
     def _file(self, recipe: Recipe, model: Path, *, compared: bool) -> dict[str, Any]:
         """Makes and judges one file of the result; its entry in the manifest."""
         floor: Result | None = None
+        quantised: Result = {}
         base_file: Path | None = None
         if compared:
             base_file, _ = self._built("base", self._dense_base(), recipe, self.base_identity)
             floor = self._figures("base", base_file, self.work / "base.reference.npz", recipe)
         if self.request.to == "adapter-gguf":
             assert base_file is not None
-            file, quantised, stem = self._adapter_file(), {}, f"{self.source.name}-adapter"
+            file, stem = self._adapter_file(), f"{self.source.name}-adapter"
             figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
         else:
             file, quantised = self._built("tuned", model, recipe, self.identity)
@@ -318,8 +319,8 @@ class _Export:
         if fallbacks := quantised.get("fallbacks"):
             words = ", ".join(f"{count} as {kind}" for kind, count in fallbacks.items())
             self._note(
-                f"{published.name}: {sum(fallbacks.values())} of {quantised['tensors']} tensors do not fit the blocks of "
-                f"their type and are stored larger ({words})"
+                f"{published.name}: {sum(fallbacks.values())} of {quantised['tensors']} tensors do not fit the blocks "
+                f"of their type and are stored larger ({words})"
             )
         return {
             "file": published.name, "recipe": recipe.label, "sha256": file_sha256(published), "passed": passed,
@@ -362,7 +363,8 @@ class _Export:
             "version": MANIFEST_VERSION,
             "name": source.name,
             "base": {
-                "path": str(source.base), "fingerprint": base_fingerprint(source.base), "licence": licence_of(source.base),
+                "path": str(source.base), "fingerprint": base_fingerprint(source.base),
+                "licence": licence_of(source.base),
             },
             "versions": {"gatewright": __version__, "python": platform.python_version()}
             | {name: version(name) for name in packages}

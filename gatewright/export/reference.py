@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,15 @@ import numpy.typing as npt
 from gatewright.spec.errors import ModelError
 
 VERSION = 1
+ARRAYS = {"top_ids_NK": "top_ids", "top_logprobs_NK": "top_logprobs", "next_logprobs_N": "next_logprobs"}
+FACTS = ("model", "vocab_size", "answer_tokens", "ends", "texts", "expert_tokens")
+LISTS = ("documents", "prompts", "answers", "text_tokens")
 KEPT = 1024
 """Likeliest tokens kept at each position; the others count as one. Dividing by less would only lower the KL."""
 HARD_TEXTS = (
     "Hello world", " leading", "trailing  ", "a\tb\n\nc\r\nd", "   \n  \t\n", "I'm they'll WE'RE it's D'accord",
-    "1 12 123 1234 12345 3.14159 1,000,000 0x7f", "naïve café Ångström ﬁ ß ẞ", "漢字かな交じり文、日本語。", "한국어 문장입니다",
+    "1 12 123 1234 12345 3.14159 1,000,000 0x7f", "naïve café Ångström ﬁ ß ẞ", "漢字かな交じり文、日本語。",
+    "한국어 문장입니다",
     "Привет, мир! Ещё раз.", "مرحبا بالعالم", "नमस्ते दुनिया", "😀👩‍👩‍👧‍👦🏳️‍🌈 🇫🇮", "e\u0301 vs é \u200b zero width",
     "def f(x):\n    return x**2  # sq\n\n\tpass", '{"a": [1, 2, {"b": null}]}', "$x^2 + \\frac{1}{2}$ <br/> &amp;",
     "!!!???...---===", "http://example.com/a?b=c&d=%20e", "CamelCaseAndsnake_case-kebab", "\u00a0nbsp\u3000wide",
@@ -67,20 +72,15 @@ class Reference:
 
 def save_reference(reference: Reference, file: Path) -> None:
     """Writes the file whole, or not at all."""
-    facts = {
-        name: getattr(reference, name)
-        for name in ("model", "vocab_size", "answer_tokens", "ends", "texts", "expert_tokens")
-    }
-    arrays = {
+    facts = {name: getattr(reference, name) for name in FACTS}
+    arrays: dict[str, Any] = {
         "facts": np.frombuffer(json.dumps({"version": VERSION, **facts}).encode(), dtype=np.uint8),
-        "top_ids": reference.top_ids_NK,
-        "top_logprobs": reference.top_logprobs_NK,
-        "next_logprobs": reference.next_logprobs_N,
     }
-    for name in ("documents", "prompts", "answers", "text_tokens"):
+    arrays |= {key: getattr(reference, name) for name, key in ARRAYS.items()}
+    for name in LISTS:
         arrays |= _flat(name, getattr(reference, name))
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(buffer, **arrays)
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(buffer.getbuffer())
     os.replace(partial, file)
@@ -93,14 +93,9 @@ def load_reference(file: Path) -> Reference:
             facts = json.loads(data["facts"].tobytes())
             if facts.pop("version") != VERSION:
                 raise ModelError(f"{file}: written by another version of gatewright; export again")
-            lists = {name: _lists(data, name) for name in ("documents", "prompts", "answers", "text_tokens")}
-            return Reference(
-                top_ids_NK=data["top_ids"],
-                top_logprobs_NK=data["top_logprobs"],
-                next_logprobs_N=data["next_logprobs"],
-                **lists,
-                **facts,
-            )
+            lists: dict[str, Any] = {name: _lists(data, name) for name in LISTS}
+            arrays: dict[str, Any] = {name: data[key] for name, key in ARRAYS.items()}
+            return Reference(**arrays, **lists, **facts)
     except FileNotFoundError:
         raise ModelError(f"{file}: not there; give the folder that `gatewright export` wrote") from None
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:

@@ -57,8 +57,8 @@ class Steps:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise RunFailed(
-                f"{words}: the disk is full ({error.filename or self.folder}); free some space and run the same command "
-                "again: the steps before this one are kept"
+                f"{words}: the disk is full ({error.filename or self.folder}); free some space and run the same "
+                "command again: the steps before this one are kept"
             ) from error
         write_json(record, {"inputs": digest, "outputs": _sizes(outputs()), "result": result})
         return result

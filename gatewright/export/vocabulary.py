@@ -30,7 +30,7 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
 """What tokenizer.json does to a text before merges, step by step, and llama.cpp's name of it."""
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 NO_SCORE = -1000.0
-"""Of a token that no merge makes. Scores of others are their merge's rank, negative: llama.cpp merges the best first."""
+"""Of a token that no merge makes; others have their merge's rank, negative: llama.cpp merges the best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,8 @@ def _tokens(
     tokenizer: PreTrainedTokenizerFast, known: Mapping[int, str], size: int, *, pieces: bool
 ) -> tuple[list[str], list[int]]:
     added = tokenizer.added_tokens_decoder
-    tokens, kinds = [], []
+    tokens: list[str] = []
+    kinds: list[int] = []
     for number in range(size):
         token = known.get(number)
         if token is None:

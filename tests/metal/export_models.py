@@ -1,4 +1,4 @@
-"""Tiny models of the converted architectures with a trained tokenizer, adapters of theirs, and data to judge them by."""
+"""Tiny models of the converted architectures with a trained tokenizer, their adapters, and data to judge them by."""
 
 import json
 import random
@@ -113,7 +113,8 @@ def save_tokenizer(folder: Path, kind: str) -> None:
 def rows(count: int, *, seed: int = 0) -> list[dict[str, object]]:
     """Chat rows with some of everything that tokenizers find hard."""
     draw = random.Random(seed)
-    words = "please add the numbers café 漢字 it's  12 345 x=y\n\treturn 世界 Привет — “so” :-)".split(" ")
+    words = ["please", "add", "the", "numbers", "café", "漢字", "it's", "", "12", "345", "x=y\n\treturn", "世界"]
+    words += ["Привет", "—", "“so”", ":-)"]
     found = []
     for _ in range(count):
         question = " ".join(draw.choice(words) for _ in range(draw.randrange(4, 12)))
