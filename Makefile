@@ -9,6 +9,9 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CACHE := examples/demo/cache
+# llama-cpp-python is compiled, once a machine: pip keeps the wheel. Without -march=native the wheel fits other machines.
+LLAMA_CMAKE_x86_64 := -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
+LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(LLAMA_CMAKE_$(shell uname -m))
 BENCHMARKS := benchmarks/train_single.py benchmarks/planner_accuracy.py
 
 .DEFAULT_GOAL := help
@@ -32,7 +35,7 @@ $(VENV)/demo.done: $(VENV)/torch.done pyproject.toml
 	@touch $@
 
 $(VENV)/test.done: $(VENV)/torch.done pyproject.toml
-	$(PIP) --editable '.[train,quantize,export,plot,demo,dev]'
+	CMAKE_ARGS="$(LLAMA_CMAKE)" $(PIP) --editable '.[train,quantize,export,plot,demo,dev]'
 	@touch $@
 
 $(VENV)/bench.done: $(VENV)/demo.done

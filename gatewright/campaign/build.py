@@ -66,7 +66,15 @@ def build(asked: Asked, *, queue: str, submission: int, saves_s: dict[str, float
             run_files[name] = dump_run(run)
         if written.command is not None:
             commands[name] = COMMAND_FILE.format(command=written.command)
-        launches[name] = _launch(stage, written, cluster, preset, queue=queue, command_file=jobs.stage(name).command)
+        launches[name] = _launch(
+            stage,
+            written,
+            cluster,
+            preset,
+            queue=queue,
+            command_file=jobs.stage(name).command,
+            binds=_outside(run, where),
+        )
     campaign = Campaign(
         name=asked.name,
         submission=submission,
@@ -122,7 +130,14 @@ def _stage(
 
 
 def _launch(
-    stage: Stage, written: StageFile, cluster: Cluster, preset: Preset, *, queue: str, command_file: Path
+    stage: Stage,
+    written: StageFile,
+    cluster: Cluster,
+    preset: Preset,
+    *,
+    queue: str,
+    command_file: Path,
+    binds: tuple[str, ...],
 ) -> launch.Launch:
     if stage.run_file is None:
         return launch.command(
@@ -143,7 +158,19 @@ def _launch(
         queue=queue,
         lead_s=stage.signal_lead_s,
         work=Path(stage.folder or "").name,
+        binds=binds,
     )
+
+
+def _outside(run: Run | None, where: Path) -> tuple[str, ...]:
+    """Folders that a run names by absolute paths outside of the working directory: a container must see them too."""
+    if run is None:
+        return ()
+    named = [run.model.path, run.data.train, run.runs_dir, run.data.chat_template or ""]
+    named += [run.evaluate.data] if run.evaluate else []
+    paths = [Path(name) for name in named if Path(name).is_absolute()]
+    folders = [path if path.is_dir() or path == Path(run.runs_dir) else path.parent for path in paths]
+    return tuple(dict.fromkeys(str(folder) for folder in folders if not folder.is_relative_to(where)))
 
 
 def _of_run(run: Run, cluster: Cluster, preset: Preset, limit_s: int) -> Resources:

@@ -39,10 +39,12 @@ def training(
     queue: str,
     lead_s: int,
     work: str,
+    binds: tuple[str, ...] = (),
 ) -> Launch:
     """One process a GPU, by srun or torchrun; a single process needs neither torchrun nor an address to meet at.
 
-    `work`: the run's name, for people. Without a queue there is no container either.
+    `work`: the run's name, for people. `binds`: folders outside of the working directory that a container must see.
+    Without a queue there is no container.
     """
     interpreter = _interpreter(cluster, python)
     ranks = resources.nodes * max(1, resources.gpus_per_node)
@@ -61,8 +63,10 @@ def training(
         python=python,
         setup=tuple(cluster.setup),
         env=(*meet, *_environment(cluster, preset, gpus=resources.gpus if queue == "slurm" else 0)),
-        launcher=_srun(cluster, preset, resources, launcher=launcher, ranks=ranks) if queue == "slurm" else (),
-        command=_inside(cluster, preset, inner) if queue == "slurm" else inner,
+        launcher=_srun(cluster, preset, resources, launcher=launcher, ranks=ranks, binds=binds)
+        if queue == "slurm"
+        else (),
+        command=_inside(cluster, preset, inner, binds=binds) if queue == "slurm" else inner,
         work=f"gatewright train {work}",
     )
 
@@ -106,7 +110,9 @@ def _torchrun(resources: Resources, *, queue: str, lead_s: int) -> tuple[str, ..
     )
 
 
-def _srun(cluster: Cluster, preset: Preset, resources: Resources, *, launcher: str, ranks: int) -> tuple[str, ...]:
+def _srun(
+    cluster: Cluster, preset: Preset, resources: Resources, *, launcher: str, ranks: int, binds: tuple[str, ...]
+) -> tuple[str, ...]:
     """One task a GPU, or one a node for torchrun. Since 22.05 srun no longer takes --cpus-per-task from the job."""
     if ranks > 1 and launcher == "torchrun":
         cores = (resources.cpus_per_task or 1) * resources.tasks_per_node
@@ -116,7 +122,11 @@ def _srun(cluster: Cluster, preset: Preset, resources: Resources, *, launcher: s
         if preset.cpu_bind is not None and resources.tasks_per_node == preset.per_node:
             words = (*words, f"--cpu-bind={preset.cpu_bind}")
     if cluster.container is not None and cluster.container.kind == "pyxis":
-        words = (*words, f"--container-image={shlex.quote(cluster.container.image)}", *_pyxis_mounts(cluster.container))
+        words = (
+            *words,
+            f"--container-image={shlex.quote(cluster.container.image)}",
+            *_pyxis_mounts(cluster.container, binds),
+        )
     return words
 
 
@@ -124,18 +134,18 @@ def _cpus(resources: Resources) -> tuple[str, ...]:
     return (f"--cpus-per-task={resources.cpus_per_task}",) if resources.cpus_per_task else ()
 
 
-def _pyxis_mounts(container: Container) -> tuple[str, ...]:
-    mounts = ",".join(("$PWD:$PWD", *container.binds))
+def _pyxis_mounts(container: Container, binds: tuple[str, ...]) -> tuple[str, ...]:
+    mounts = ",".join(("$PWD:$PWD", *(f"{folder}:{folder}" for folder in binds), *container.binds))
     return (f'--container-mounts="{mounts}"', '--container-workdir="$PWD"')
 
 
-def _inside(cluster: Cluster, preset: Preset, inner: tuple[str, ...]) -> tuple[str, ...]:
+def _inside(cluster: Cluster, preset: Preset, inner: tuple[str, ...], *, binds: tuple[str, ...]) -> tuple[str, ...]:
     container = cluster.container
     if container is None or container.kind == "pyxis":
         return inner
-    binds = ",".join(("$PWD", *preset.binds, *container.binds))
+    bound = ",".join(("$PWD", *binds, *preset.binds, *container.binds))
     gpus = (preset.container_option,) if preset.container_option else ()
-    return (container.kind, "exec", *gpus, f'--bind="{binds}"', shlex.quote(container.image), *inner)
+    return (container.kind, "exec", *gpus, f'--bind="{bound}"', shlex.quote(container.image), *inner)
 
 
 def _meeting_point() -> tuple[Variable, ...]:

@@ -5,7 +5,7 @@ tokens       a  b  c  d  e            positions    0 1 2 0 1
 labels       b  c  .  e  .            cu_seqlens   0 3 5        (. is -100)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gatewright.data.view import DocumentView
+from gatewright.packing.exchange import Exchange
+from gatewright.packing.schedule import Slice
 
 IGNORED = -100
 
@@ -32,6 +34,10 @@ class Batch:
     lengths: tuple[int, ...]
     documents: tuple[int, ...]
     """Numbers of the documents in their view; none in a filler."""
+    exchange: Exchange | None = None
+    """Where documents are cut: the keys and values that ranks exchange. Lengths are then those of the slices."""
+    context: Callable[..., Tensor] | None = None
+    """Attention that makes this exchange; put there when the batch is placed on its device."""
 
     @property
     def counts(self) -> bool:
@@ -79,8 +85,33 @@ def make_batch(view: DocumentView, documents: Sequence[int]) -> Batch:
     )
 
 
-def filler() -> Batch:
-    """The micro-batch of a rank that has none left, while others still work: one token, which counts for nothing."""
+def make_slices(view: DocumentView, slices: Sequence[Slice], exchange: Exchange) -> Batch:
+    """The micro-batch that holds these parts of documents; a part's last label is the token that follows in another."""
+    tokens, labels, positions = [], [], []
+    for number, start, end in slices:
+        token_L, is_target_L = view.document(number)
+        label_L = np.full(len(token_L), IGNORED, np.int64)
+        label_L[:-1] = np.where(is_target_L[1:], token_L[1:], IGNORED)
+        tokens.append(token_L[start:end])
+        labels.append(label_L[start:end])
+        positions.append(torch.arange(start, end))
+    lengths = [piece.end - piece.start for piece in slices]
+    return Batch(
+        tokens_T=torch.from_numpy(np.concatenate(tokens)),
+        labels_T=torch.from_numpy(np.concatenate(labels)),
+        positions_T=torch.cat(positions),
+        cu_seqlens_S1=torch.tensor([0, *lengths]).cumsum(0).int(),
+        lengths=tuple(lengths),
+        documents=tuple(piece.document for piece in slices),
+        exchange=exchange,
+    )
+
+
+def filler(exchange: Exchange | None = None) -> Batch:
+    """The micro-batch of a rank that has none left, while others still work: one token, which counts for nothing.
+
+    `exchange`: its part in what the others exchange, which every rank must come to.
+    """
     return Batch(
         tokens_T=torch.zeros(1, dtype=torch.int64),
         labels_T=torch.full((1,), IGNORED),
@@ -88,4 +119,5 @@ def filler() -> Batch:
         cu_seqlens_S1=torch.tensor([0, 1], dtype=torch.int32),
         lengths=(1,),
         documents=(),
+        exchange=exchange,
     )

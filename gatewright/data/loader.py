@@ -2,15 +2,33 @@
 
 The packs of a step do not depend on how many ranks share them: rank r of n takes every n-th, beginning with the r-th.
 All ranks get equally many; where packs run out, fillers that hold nothing.
+
+With context parallelism the plan has one pack a step, and a schedule deals its documents, whole or cut, to the ranks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gatewright.data.batch import Batch, filler, make_batch
+import numpy as np
+
+from gatewright.data.batch import Batch, filler, make_batch, make_slices
 from gatewright.data.view import DocumentView
+from gatewright.packing.cost import CostModel
 from gatewright.packing.epoch import EpochPlan
+from gatewright.packing.exchange import idle_exchange, plan_exchange
 from gatewright.packing.pack import IntArray
+from gatewright.packing.schedule import MicroBatch, Slice, schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How documents are cut into slices for ranks."""
+
+    capacity: int
+    """Tokens that a rank holds in a micro-batch."""
+    costs: CostModel
+    size: int | None = None
+    """Ranks that share each document; None: as many as the schedule finds best, document by document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,22 +41,49 @@ class Loader:
     """Of all ranks together."""
     rank: int = 0
     ranks: int = 1
+    cut: Cut | None = None
+    """None: documents stay whole."""
 
     def step(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, counted from 0."""
         packs = self.plan.micro_batches(step, self.packs_per_step)
-        return list(self._dealt(packs))
+        return list(self._dealt(packs) if self.cut is None else self._scheduled(packs, self.cut))
 
     def whole(self) -> Iterator[Batch]:
         """This rank's part of one pass over all documents in an order that no seed has touched, for evaluation."""
         packs = self.plan.in_order()
-        yield from self._dealt([packs[k] for k in range(len(packs))])
+        if self.cut is None:
+            yield from self._dealt([packs[k] for k in range(len(packs))])
+            return
+        for k in range(len(packs)):
+            yield from self._scheduled([packs[k]], self.cut)
 
     def every_rank(self) -> "Loader":
-        """The same, with all packs on this rank."""
-        return replace(self, rank=0, ranks=1)
+        """The same, with all packs on this rank, and documents whole."""
+        if self.cut is None:
+            return replace(self, rank=0, ranks=1)
+        capacity = max(self.cut.capacity, int(self.view.lengths.max()))
+        plan = EpochPlan(self.view.lengths, capacity=capacity, seed=self.plan.seed)
+        return replace(self, rank=0, ranks=1, cut=None, plan=plan)
 
     def _dealt(self, packs: Sequence[IntArray]) -> Iterator[Batch]:
         for first in range(0, len(packs), self.ranks):
             mine = first + self.rank
             yield make_batch(self.view, packs[mine].tolist()) if mine < len(packs) else filler()
+
+    def _scheduled(self, packs: Sequence[IntArray], cut: Cut) -> Iterator[Batch]:
+        documents = np.concatenate(packs)
+        planned = schedule(
+            self.view.lengths[documents], ranks=self.ranks, capacity=cut.capacity, costs=cut.costs, size=cut.size
+        )
+        for micro_batch in planned.micro_batches:
+            slices = _numbered(micro_batch, documents)
+            if slices[self.rank]:
+                yield make_slices(self.view, slices[self.rank], plan_exchange(slices, self.rank))
+            else:
+                yield filler(idle_exchange(self.ranks))
+
+
+def _numbered(micro_batch: MicroBatch, documents: IntArray) -> list[list[Slice]]:
+    """[ranks] Slices by the view's numbers of documents."""
+    return [[piece._replace(document=int(documents[piece.document])) for piece in held] for held in micro_batch.slices]

@@ -9,6 +9,7 @@ Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from gatewright.model.attention_slices import attend_slices
 from gatewright.model.sparse_attention import attend_masked, attend_to_chosen, band
 from gatewright.spec.errors import ModelError
 
@@ -78,6 +80,7 @@ def install(kernel: Kernel) -> None:
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         document_lengths: Sequence[int] | None = None,
+        context: Callable[..., Tensor] | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None or max_length_q is None:
@@ -90,6 +93,15 @@ def install(kernel: Kernel) -> None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         cu_seqlens, longest = cu_seq_lens_q, max_length_q
         lengths = cu_seqlens.diff().tolist() if document_lengths is None else document_lengths
+        if context is not None:
+            odd = (softcap, s_aux, indices, attention_mask, _chunk_tokens(module))
+            if any(thing is not None for thing in odd):
+                raise ModelError(
+                    f"{type(module).__name__} has soft caps, sinks, masks or chunks, which are not proved with "
+                    "documents cut over ranks; set parallel.cp: 1"
+                )
+            attend = partial(attend_slices, scale=scale, window=sliding_window)
+            return context(query, key, value, attend).contiguous(), None
         if indices is not None:
             if softcap is not None or sliding_window is not None:
                 raise ModelError(f"{type(module).__name__} bounds the scores of chosen keys, which is not supported")

@@ -53,7 +53,7 @@ def load_small(
         state |= _lazies(weight, names, quantize, dtype, device)
     loaded, report = type(empty).from_pretrained(
         None,
-        config=config,
+        config=empty.config,  # of the text model, where the folder's is that of a larger one
         state_dict=state,
         dtype=dtype,
         attn_implementation=build["attn_implementation"],

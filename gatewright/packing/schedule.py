@@ -73,11 +73,13 @@ def schedule(
     capacity: int,
     costs: CostModel,
     aligned: bool = False,
+    size: int | None = None,
     budget_s: float | None = None,
 ) -> Schedule:
     """The fastest of several schedules of documents of these lengths, on `ranks` ranks of `capacity` tokens each.
 
     aligned: only groups [k · size, (k + 1) · size) of one size a micro-batch, which exist beforehand.
+    size: only static context parallelism with so many ranks a document; it must divide `ranks`.
     budget_s: seconds after which no further candidate is begun. The first, greedy one always ends; since clocks differ,
     a schedule under a budget is made on one rank and sent to the others. Without one it is the same on every rank.
 
@@ -87,7 +89,10 @@ def schedule(
     problem = problem_of(lengths_N, ranks=ranks, capacity=capacity, costs=costs)
     started, bound = time.monotonic(), bound_s(problem)
     tried: list[tuple[str, float, list[Slot]]] = []
-    for name, make in candidates(problem, aligned=aligned):
+    offered = candidates(problem, aligned=aligned)
+    if size is not None and len(lengths_N):
+        offered = iter([(f"static CP {size}", partial(static, problem, size=size))])
+    for name, make in offered:
         slots = make()
         tried.append((name, step_s(problem, slots), slots))
         if budget_s is not None and time.monotonic() - started > budget_s:

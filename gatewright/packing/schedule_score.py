@@ -96,18 +96,16 @@ def bound_s(problem: Problem, *, exchange: bool = False) -> float:
 
 
 def forced_exchange_s(problem: Problem) -> float:
-    """Of all documents longer than a rank can hold, each on as few ranks as can hold it."""
-    total = 0.0
+    """What cutting adds to all documents longer than a rank can hold, each on as few ranks as can hold it."""
+    costs, total = problem.costs, 0.0
     for document in problem.longest_first:
         tokens = problem.tokens[document]
         ranks = -(-tokens // problem.capacity)
         if ranks == 1:
             break
-        shares = ranks * alone_s(problem, tokens, ranks) - (ranks * -(-tokens // ranks) - tokens) * (
-            problem.costs.rate(tokens)
-        )
-        total += shares - ranks * problem.costs.hop_s * (ranks - 1) - problem.work_s[document]
-    return max(total, 0.0)
+        tiles = ranks * costs.split_s(tokens) - costs.attention_s * tokens * costs.tile_tokens
+        total += tiles + (ranks - 1) * tokens * (costs.near_s if ranks <= costs.ranks_per_node else costs.far_s)
+    return total
 
 
 def alone_s(problem: Problem, tokens: int, ranks: int) -> float:

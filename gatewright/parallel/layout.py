@@ -49,8 +49,8 @@ def layout_of(parallel: Parallel | Literal["auto"], *, ranks: int) -> Layout:
     """The layout a run file asks for on so many ranks; auto replicates. Raises RunFileError for one that cannot be."""
     if parallel == "auto":
         return Layout(ranks=ranks)
-    if parallel.cp != 1:
-        raise RunFileError(f"parallel.cp = {parallel.cp}: context parallelism is not in this version; set cp: 1")
+    if isinstance(parallel.cp, int) and ranks % parallel.cp:
+        raise RunFileError(f"parallel.cp = {parallel.cp} does not divide the {ranks} ranks; use {_divisors(ranks)}")
     if ranks == 1 and parallel.ep * parallel.dp_replicate > 1:
         key, size = ("ep", parallel.ep) if parallel.ep > 1 else ("dp_replicate", parallel.dp_replicate)
         raise RunFileError(

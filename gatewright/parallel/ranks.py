@@ -48,6 +48,12 @@ class Ranks:
     def alone(self) -> bool:
         return self.mesh is None
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
     def part(self, name: str) -> DeviceMesh:
         """The sub-mesh of that name that this rank belongs to: copy, edp, ep or shard."""
         assert self.mesh is not None and self.dense is not None

@@ -13,6 +13,7 @@ from gatewright.model import attention, per_document
 from gatewright.model.head import Head
 from gatewright.parallel.ranks import Ranks
 from gatewright.spec.event import Evaluated
+from gatewright.train.context import on_device
 from gatewright.train.forward import hidden_states
 from gatewright.train.loss import token_loss_sum
 
@@ -56,7 +57,7 @@ def evaluate(
     for batch in loader.whole():
         if stopping():
             return None
-        batch = batch.to(device)
+        batch = on_device(batch, ranks)
         hidden_TH = hidden_states(model, batch)
         loss_sum += token_loss_sum(hidden_TH, head, batch.labels_T, chunk_tokens=loss_chunk_tokens).item()
         target_tokens += batch.target_tokens

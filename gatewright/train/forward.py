@@ -31,5 +31,6 @@ def model_inputs(batch: Batch) -> dict[str, object]:
         "max_length_q": longest,
         "max_length_k": longest,
         "document_lengths": batch.lengths,
+        "context": batch.context,
         "use_cache": False,
     }

@@ -22,6 +22,7 @@ from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, 
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
+from gatewright.train.context import on_device
 from gatewright.train.deadline import Deadline
 from gatewright.train.device import device_name, peak_memory_bytes, pick_device, rng_state, set_rng_state, versions
 from gatewright.train.diverged import explain_divergence
@@ -144,7 +145,7 @@ def _steps(
     while progress.step < trainer.steps and not stop.poll():
         index, began, random = progress.step, time.perf_counter(), rng_state(trainer.device)
         trainer.ranks.mark(index + 1)
-        batches = [batch.to(trainer.device) for batch in trainer.loader.step(index + progress.skipped_steps)]
+        batches = [on_device(batch, trainer.ranks) for batch in trainer.loader.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
         router_scale = trainer.router.lr_scale if trainer.router else 0.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from gatewright.data.loader import Loader
+from gatewright.data.loader import Cut, Loader
 from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
@@ -22,6 +22,7 @@ from gatewright.model.coverage import Coverage, by_role, coverage
 from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
+from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
@@ -33,6 +34,7 @@ from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
+from gatewright.train.context import costs_of, prove_context
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -154,11 +156,12 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
     with ranks.first_alone():  # the others then find the tokens in the store
         store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
-    capacity = _micro_batch_tokens(run, view)
+    cut = _cut(run, view, config, ranks=ranks)
+    capacity = _micro_batch_tokens(run, view) if cut is None else run.train.tokens_per_step
     plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
     _announce(log, run, "train", store, view, plan)
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
-    if per_step < ranks.size:
+    if per_step < ranks.size and cut is None:
         text = (
             f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; "
             f"raise train.tokens_per_step to {ranks.size * capacity:,}, or lower train.micro_batch_tokens"
@@ -171,14 +174,16 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
         with ranks.first_alone():
             other = build_store(Path(run.evaluate.data), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
         other_view = other.limit(view.max_tokens, run.data.overlong)
-        room = max(capacity, int(other_view.lengths.max()))
+        room = max(capacity, int(other_view.lengths.max())) if cut is None else ranks.size * cut.capacity
         other_plan = EpochPlan(other_view.lengths, capacity=room, seed=0, pack=run.data.pack)
         _announce(log, run, "evaluate", other, other_view, other_plan)
-        held_out = Loader(view=other_view, plan=other_plan, packs_per_step=1, rank=ranks.rank, ranks=ranks.size)
+        held_out = Loader(
+            view=other_view, plan=other_plan, packs_per_step=1, rank=ranks.rank, ranks=ranks.size, cut=cut
+        )
         questions = questions_of(other_view, count=run.evaluate.exact_match or 0)
     return _Documents(
         tokenizer=tokenizer,
-        loader=Loader(view=view, plan=plan, packs_per_step=per_step, rank=ranks.rank, ranks=ranks.size),
+        loader=Loader(view=view, plan=plan, packs_per_step=per_step, rank=ranks.rank, ranks=ranks.size, cut=cut),
         steps=steps,
         held_out=held_out,
         questions=questions,
@@ -213,6 +218,8 @@ def _prepare_model(
     model.eval()
     prove_isolation(model, device=device)
     prove_head(model, head, device=device)
+    if _context_parallel(run) and not ranks.alone:
+        prove_context(model, ranks)
 
     experts = find_experts(model)
     config = model.config.get_text_config().to_dict()
@@ -227,7 +234,7 @@ def _prepare_model(
             moe_layers=sorted(experts),
             experts=max((module.num_experts for module in experts.values()), default=0),
             top_k=config.get("num_experts_per_tok") or config.get("moe_topk") or 0,
-            attention=f"{kernel.name} ({kernel.reason})",
+            attention="; ".join([f"{kernel.name} ({kernel.reason})", *describe(model, device)]),
             experts_kernel="grouped_mm" if experts else "none",
             coverage=by_role(covered),
         )
@@ -284,6 +291,37 @@ def _prepare_router(
         pool = control.experts // ep if settings.capacity_per == "rank" else 1
         set_capacity(model, Capacity(factor=settings.capacity, experts_per_pool=pool, drop=settings.drop))
     return control
+
+
+def _context_parallel(run: Run) -> bool:
+    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
+
+
+def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks) -> Cut | None:
+    """How documents are cut over ranks; None without context parallelism. Raises RunFileError where it cannot be."""
+    if not _context_parallel(run):
+        return None
+    assert isinstance(run.parallel, Parallel)
+    longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
+    if not run.data.pack:
+        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+    if run.router.balance and run.router.balance_over == "sequence":
+        raise RunFileError(
+            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+        )
+    if longest > step:
+        raise RunFileError(
+            f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "
+            "lower data.max_tokens"
+        )
+    capacity = max(AUTO_MICRO_BATCH_TOKENS, -(-longest // ranks.size)) if wanted == "auto" else wanted
+    if longest > ranks.size * capacity:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {capacity:,} on {ranks.size} ranks cannot hold the longest document of "
+            f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
+        )
+    size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
+    return Cut(capacity=capacity, costs=costs_of(config), size=size)
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:

@@ -226,7 +226,9 @@ FAMILIES: dict[str, Family] = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "bailing_hybrid": _moe(LATENT, GROUPED, LOCAL_MOE),
+    "bailing_hybrid": _moe(
+        LATENT, GROUPED, LOCAL_MOE, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
     "kimi_linear": _moe(
         LATENT,
         LOCAL_MOE,

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tokenizers_made import make_tokenizer
+from typer.testing import CliRunner
 
+from gatewright.cli import app
 from gatewright.data.inspect import inspect_data
 from gatewright.data.tokenizer import load_tokenizer
+from gatewright.planner.catalogue import find_model
 from gatewright.spec.errors import DataError, ModelError
 
 CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text()
@@ -105,3 +108,15 @@ def test_tokenizers_that_cannot_be_read(tmp_path):
 def test_a_tokenizer_survives_the_folder(tmp_path):
     make_tokenizer(template=CHATML, folder=tmp_path)
     assert load_tokenizer(tmp_path).chat_template == CHATML
+
+
+def test_schedule_of_documents_counts_them_with_the_models_tokenizer(place, monkeypatch):
+    config = find_model("Qwen2.5-0.5B").config
+    (place / "model" / "config.json").write_text(json.dumps(dict(config)))
+    monkeypatch.chdir(place)
+    options = ["--model", "model", "--world", "6", "--gpu", "cpu", "--tokens-per-rank", "1024", "--json"]
+    found = json.loads(CliRunner().invoke(app, ["data", "schedule", "chat.jsonl", *options]).stdout)
+    assert found["documents"] == 200 and found["ranks"] == 6 and not found["model_is_default"]
+    (store,) = (place / "runs" / ".tokens").iterdir()
+    again = json.loads(CliRunner().invoke(app, ["data", "schedule", str(store), *options]).stdout)
+    assert (again["tokens"], again["step_s"]) == (found["tokens"], found["step_s"])

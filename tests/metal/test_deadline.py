@@ -73,7 +73,7 @@ def test_a_step_that_is_given_up_leaves_the_weights_as_they_were(tmp_path: Path)
     assert len(batches) > 1
     with pytest.raises(Interrupted):
         train_step(
-            trainer.model, trainer.head, trainer.optimizer, trainer.parameters, batches, lr=1.0, clip_norm=None,
+            trainer.model, trainer.head, trainer.optimizer, trainer.gradients, batches, lr=1.0, clip_norm=None,
             loss_chunk_tokens=64, before_each=second_time,
         )  # fmt: skip
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.parameters.items())
@@ -131,7 +131,7 @@ def test_the_clock_ends_a_run_with_code_85_after_a_save(tmp_path: Path, monkeypa
 
 def test_a_hopeless_run_saves_and_ends_with_code_3_at_its_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = {"links": 2, "time_limit": "30s", "gate": {"step": 8}}
-    run = tiny.make_run(tmp_path, "llama", train__steps=100_000, train__save_every_steps=500, cluster=cluster)
+    run = tiny.make_run(tmp_path, "llama", train__steps=100_000, train__save_every_steps=50_000, cluster=cluster)
     monkeypatch.setenv("GATEWRIGHT_END_TIME", str(time.time() + 30.0))
     monkeypatch.setenv("GATEWRIGHT_LINK_STARTED", str(time.time()))
     monkeypatch.setenv("GATEWRIGHT_LINKS_LEFT", "1")
@@ -144,7 +144,7 @@ def test_a_hopeless_run_saves_and_ends_with_code_3_at_its_gate(tmp_path: Path, m
     text = console.export_text()
     assert "left: hopeless" in text and "saved after step 8/100000 (it cannot finish in the time it has)" in text
     [finding] = tiny.events(run, "finding")
-    assert "train.save_every_steps = 500, and a link makes" in str(finding["text"])
+    assert "train.save_every_steps = 50000, and a link makes" in str(finding["text"])
 
 
 def test_the_gate_takes_the_median_after_the_first_five_steps_and_asks_again_at_a_tenth(tmp_path: Path) -> None:

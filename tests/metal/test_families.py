@@ -16,6 +16,8 @@ from gatewright.model.attention import choose_kernel
 from gatewright.model.head import head_of
 from gatewright.model.load import load_model
 from gatewright.model.recompute import recompute
+from gatewright.parallel.apply import spread_gradients
+from gatewright.parallel.ranks import alone
 from gatewright.spec.run import Adapter, Model, Train
 from gatewright.train.forward import decoder, hidden_states
 from gatewright.train.optim import build_optimizer, trainable
@@ -64,10 +66,11 @@ def load_ours(name: str, folder: Path, *, checkpointing: str = "none") -> PreTra
 def step(model: PreTrainedModel) -> tuple[StepResult, dict[str, Tensor]]:
     """One step over both packs: its result, and the gradient of each adapter's factor."""
     parameters = trainable(model)
-    optimizer = build_optimizer(parameters, Train(tokens_per_step=64, steps=1, lr=1e-2))
+    gradients = spread_gradients(model, parameters, alone(CPU))
+    optimizer = build_optimizer(gradients.owned, Train(tokens_per_step=64, steps=1, lr=1e-2))
     batches = [pack(documents) for documents in DOCUMENTS]
     result = train_step(
-        model, head_of(model), optimizer, parameters, batches, lr=1e-2, clip_norm=None, loss_chunk_tokens=16
+        model, head_of(model), optimizer, gradients, batches, lr=1e-2, clip_norm=None, loss_chunk_tokens=16
     )
     return result, {name: p.grad for name, p in parameters.items() if p.grad is not None}
 

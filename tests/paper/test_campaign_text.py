@@ -108,6 +108,15 @@ def test_every_variable_of_a_preset_says_why() -> None:
     assert len(find_preset("lumi-g").cpu_bind.split(",")) == 8  # type: ignore[union-attr]
 
 
+def test_a_container_sees_what_lies_outside_of_the_working_directory(tmp_path: Path) -> None:
+    cluster = "{machine: lumi-g, container: {image: x.sif}}"
+    text = RUN.format(gpu="mi250x-gcd", nodes=1, cluster=cluster).replace("data/judge.jsonl", "/scratch/a/judge.jsonl")
+    script = scripts_of(f"{text}runs_dir: /flash/runs\n", tmp_path)["train"]
+    assert '--bind="$PWD,/scratch/a,/flash/runs,/var/spool/slurmd' in script
+    inside = scripts_of(text.replace("/scratch/a", str(tmp_path)), tmp_path)["train"]
+    assert '--bind="$PWD,/var/spool/slurmd' in inside
+
+
 def test_a_machine_that_is_not_known_is_named_with_those_that_are() -> None:
     with pytest.raises(RunFileError, match=r"no machine is called 'lumi'; did you mean lumi-g\? Known: h200, lumi-g"):
         find_preset("lumi")

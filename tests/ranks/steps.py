@@ -12,6 +12,7 @@ from gatewright.parallel.pieces import Piece
 from gatewright.parallel.place import ALONE, Place
 from gatewright.parallel.ranks import join_ranks
 from gatewright.spec.run import Run
+from gatewright.train.context import on_device
 from gatewright.train.optim import learning_rate
 from gatewright.train.setup import set_up
 from gatewright.train.step import train_step
@@ -43,7 +44,8 @@ def take_steps(place: Place, run: Run, *, steps: int = 3, threads: int = 1) -> T
         numbers, gradients = [], {}
         for step in range(steps):
             result = train_step(
-                trainer.model, trainer.head, trainer.optimizer, trainer.gradients, trainer.loader.step(step),
+                trainer.model, trainer.head, trainer.optimizer, trainer.gradients,
+                [on_device(batch, ranks) for batch in trainer.loader.step(step)],
                 lr=learning_rate(step, steps=steps, train=run.train), clip_norm=run.train.clip_norm,
                 loss_chunk_tokens=run.train.loss_chunk_tokens, router=trainer.router.loss if trainer.router else None,
             )  # fmt: skip
