@@ -30,6 +30,8 @@ from gatewright.parallel.layout import refuse_experts
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import SHARD, Ranks
 
+Grouped = tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]
+"""A share, the ranks that divide its sum, and the groups that all get it."""
 BUCKET_ELEMENTS = 16 << 20
 """Elements that one collective reduces: 64 MiB in float32."""
 
@@ -90,7 +92,8 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
         shares = [Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()]
         return Gradients(shares, [], ranks)
     divided = divided_stacks(model, ranks)
-    shares, alike = [], {}
+    shares: list[Share] = []
+    alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
             shares.append(_fsdp_share(name, weight, ranks))
@@ -111,9 +114,7 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(
-    name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None
-) -> tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
     `experts`: how many the whole stack has, where the weight is a stack of this rank's.
@@ -151,7 +152,7 @@ def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
     return Share(name=name, weight=weight, owned=owned, piece=piece)
 
 
-def _buckets(alike: list[tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]]) -> list[Bucket]:
+def _buckets(alike: list[Grouped]) -> list[Bucket]:
     """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
     buckets: list[Bucket] = []
     size = BUCKET_ELEMENTS
