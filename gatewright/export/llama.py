@@ -13,6 +13,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from llama_cpp._logger import llama_log_callback  # keeps to the level that a Llama object sets
 
 from gatewright.spec.errors import ModelError
 
@@ -32,13 +33,11 @@ def captured_log(on_text: Callable[[str], None]) -> Iterator[None]:
     def callback(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
         on_text(text.decode("utf-8", "replace"))
 
-    from llama_cpp._logger import llama_log_callback as quiet  # keeps to the level that a Llama object sets
-
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     try:
         yield
     finally:
-        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
 
 
 class Engine:

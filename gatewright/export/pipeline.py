@@ -9,7 +9,6 @@ OUT/work/                  intermediate files and the records of steps; may be d
 
 import json
 import os
-import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,16 +21,15 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 
-from gatewright import __version__
 from gatewright.data.tokenizer import load_tokenizer
-from gatewright.export import llama
 from gatewright.export.adapter_gguf import write_adapter
-from gatewright.export.card import licence_of, model_card, modelfile, training_figures
+from gatewright.export.card import model_card, modelfile
 from gatewright.export.convert import Precision, convert
 from gatewright.export.coverage import expert_coverage
 from gatewright.export.deltas import AdapterFiles, read_adapter
 from gatewright.export.families import FAMILIES, architecture_of, read_config
 from gatewright.export.imatrix import load_importance, save_importance
+from gatewright.export.manifest import data_read, describe, publish
 from gatewright.export.measure import EXACT_KL, Figures, gates, measure
 from gatewright.export.merge import LOST, empty_model, merge
 from gatewright.export.official import check_converter, convert_officially
@@ -51,7 +49,6 @@ from gatewright.spec.errors import UserError
 SOURCE_OF_QUANTISED: Precision = "f16"
 MERGE_KL = {torch.float32: 1e-6, torch.float16: EXACT_KL}
 """Median KL of the merged model from the base model with its adapter beside it, at most."""
-MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +93,11 @@ class _Export:
         self._refuse()
         self.steps = Steps(self.work, console=self.console)
         model, merging = self._merged()
-        manifest = self._facts(merging)
+        manifest = describe(self.source, self.adapter, self.identity, merging, dtype=self.request.dtype)
         if self.request.to == "merged":
             return self._end(manifest, files=[])
-        sample = self._sample(model)
+        assert self.request.sample is not None
+        sample = draw(self.request.sample, model)
         self._study("tuned", model, self.out / "reference.npz", sample, self.identity)
         reference = load_reference(self.out / "reference.npz")
         with_base = self.source.adapter is not None
@@ -112,10 +110,10 @@ class _Export:
         files = [self._file(recipe, model, compared=with_base) for recipe in self.request.recipes]
         if self.request.to == "adapter-gguf":  # one file, judged on several bases
             passed = all(entry["passed"] for entry in files)
-            place = self._publish(self._adapter_file(), f"{self.source.name}-adapter", passed)
+            place = publish(self.out, self._adapter_file(), f"{self.source.name}-adapter", passed)
             files = [entry | {"file": place.name} for entry in files]
         manifest["reference"] = {"file": "reference.npz", "sha256": file_sha256(self.out / "reference.npz")}
-        manifest["data"] = self._data(sample)
+        manifest["data"] = data_read(self.request.sample, sample)
         return self._end(manifest, files=files)
 
     # --- before ---------------------------------------------------------------------------------------------------
@@ -220,10 +218,6 @@ class _Export:
         facts = {"tensors": made.tensors, "updated": made.updated, "bytes": made.bytes}
         return facts | {"lost": made.rounding.lost, "unchanged": made.rounding.unchanged}
 
-    def _sample(self, model: Path) -> Sample:
-        assert self.request.sample is not None
-        return draw(self.request.sample, model)
-
     def _study(
         self, side: str, folder: Path, reference_file: Path, sample: Sample, identity: Mapping[str, Any]
     ) -> Result:
@@ -315,7 +309,7 @@ class _Export:
             stem = f"{self.source.name}-{recipe.label}"
         judged = gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)
         passed = all(gate.passed for gate in judged)
-        published = self._publish(file, stem, passed) if self.request.to == "gguf" else file
+        published = publish(self.out, file, stem, passed) if self.request.to == "gguf" else file
         if fallbacks := quantised.get("fallbacks"):
             words = ", ".join(f"{count} as {kind}" for kind, count in fallbacks.items())
             self._note(
@@ -342,58 +336,6 @@ class _Export:
 
     # --- after ----------------------------------------------------------------------------------------------------
 
-    def _publish(self, file: Path, stem: str, passed: bool) -> Path:
-        """The file under its name in the result folder, as a second name of the same bytes where the disk can."""
-        good, bad = self.out / f"{stem}.gguf", self.out / f"{stem}.failed.gguf"
-        place, other = (good, bad) if passed else (bad, good)
-        other.unlink(missing_ok=True)
-        partial = place.with_name(f"{stem}.unproven.gguf")
-        partial.unlink(missing_ok=True)
-        try:
-            os.link(file, partial)
-        except OSError:
-            shutil.copyfile(file, partial)
-        os.replace(partial, place)
-        return place
-
-    def _facts(self, merging: Result) -> dict[str, Any]:
-        source = self.source
-        packages = ("torch", "transformers", "peft", "gguf", "numpy", "safetensors")
-        facts: dict[str, Any] = {
-            "version": MANIFEST_VERSION,
-            "name": source.name,
-            "base": {
-                "path": str(source.base), "fingerprint": base_fingerprint(source.base),
-                "licence": licence_of(source.base),
-            },
-            "versions": {"gatewright": __version__, "python": platform.python_version()}
-            | {name: version(name) for name in packages}
-            | {"llama.cpp": llama.version()},
-            "merge": merging,
-            "merged_dtype": str(self.request.dtype).removeprefix("torch."),
-        }  # fmt: skip
-        if source.adapter is not None and self.adapter is not None:
-            config = self.adapter.config
-            facts["adapter"] = {
-                "path": str(source.adapter), "files": self.identity["adapter"], "rank": config["r"],
-                "alpha": config["lora_alpha"], "peft": config.get("peft_version"),
-                "layout": "fused experts: A expert-major, B rank-major (PEFT since 0.19.1)",
-            }  # fmt: skip
-        if source.run is not None:
-            facts["training"] = {"data": source.run.data.train, **training_figures(source.run.folder)}
-        return facts
-
-    def _data(self, sample: Sample) -> dict[str, Any]:
-        assert self.request.sample is not None
-        wanted = self.request.sample
-        return {
-            "calibration": {"source": str(wanted.train), "tokens": sum(map(len, sample.calibration))},
-            "comparison": {
-                "source": str(wanted.heldout or wanted.train), "held_out_of_training_data": wanted.heldout is None,
-                "tokens": sum(map(len, sample.heldout)),
-            },
-        }  # fmt: skip
-
     def _end(self, manifest: dict[str, Any], *, files: list[dict[str, Any]]) -> Outcome:
         """Cards, then the manifest, which says that all is done."""
         proof = manifest.get("merge_proof")
@@ -419,7 +361,7 @@ class _Export:
         template = self.template or (tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None)
         on_base = entry["on_base"]
         if on_base:
-            base = self._publish(self.work / f"base-{on_base}.gguf", f"base-{on_base}", True)
+            base = publish(self.out, self.work / f"base-{on_base}.gguf", f"base-{on_base}", True)
         return modelfile(
             base.name if on_base else entry["file"],
             adapter=entry["file"] if on_base else None,

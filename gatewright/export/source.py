@@ -19,6 +19,8 @@ class ExportSource:
     """The model to start from; with an adapter, the one it was trained on."""
     adapter: Path | None
     run: Run | None
+    run_folder: Path = Path()
+    """Where the run lies now, which need not be where its file says."""
 
 
 def find_source(given: str, *, base: Path | None) -> ExportSource:
@@ -46,8 +48,10 @@ def find_source(given: str, *, base: Path | None) -> ExportSource:
     if not trained.is_dir():
         raise UserError(f"{trained}: not there, so this run has not finished; train it to its end first")
     if run.method.adapter is None:
-        return ExportSource(name=run.run, base=trained, adapter=None, run=run)
-    return ExportSource(name=run.run, base=_existing(base or Path(run.model.path), trained), adapter=trained, run=run)
+        return ExportSource(name=run.run, base=trained, adapter=None, run=run, run_folder=folder)
+    return ExportSource(
+        name=run.run, base=_existing(base or Path(run.model.path), trained), adapter=trained, run=run, run_folder=folder
+    )
 
 
 def _of_adapter(folder: Path, base: Path | None) -> ExportSource:
