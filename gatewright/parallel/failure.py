@@ -57,7 +57,7 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
         error.add_note(f"on rank {ranks.rank} of {ranks.size}")
         raise
     finally:
-        watch.done.set()
+        watch.end()
 
 
 class _Watch:
@@ -69,7 +69,8 @@ class _Watch:
         self.done = threading.Event()
         self.seen: Failure | None = None
         """The first failure of another rank."""
-        threading.Thread(target=self._look, daemon=True).start()
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
 
     def report(self, error: BaseException) -> Failure:
         """The run's first failure; this rank's own if no other had one."""
@@ -94,6 +95,11 @@ class _Watch:
             return Failure(**json.loads(self.store.compare_set(FAILED, "", json.dumps(asdict(mine)))))
         except (RuntimeError, ValueError):
             return mine  # the store went with its host
+
+    def end(self) -> None:
+        """Looks no more: a thread in the store while the interpreter ends would abort it."""
+        self.done.set()
+        self.thread.join(timeout=LOOK_EVERY_S)
 
     def _look(self) -> None:
         while not self.done.wait(LOOK_EVERY_S):

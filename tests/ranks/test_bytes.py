@@ -1,5 +1,6 @@
 """What each layout really holds on a rank: the planner's bytes, and what the layout's name promises."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from processes import free_ports, on_ranks
 from test_parity import take_all
 
 from gatewright.planner.memory_states import shares, states
-from gatewright.planner.plan_run import ask_run
+from gatewright.planner.plan_run import ask_run, layout_of
 from gatewright.planner.policy import find_policy
 from gatewright.spec.run import Hardware, Run
 
@@ -38,7 +39,7 @@ def make(folder: Path, name: str, method: str, layout: dict[str, object]) -> Run
 
 def planned(run: Run) -> dict[str, float]:
     """The planner's bytes of this run's states on one rank."""
-    job = ask_run(run, gpus=RANKS).job
+    job = replace(ask_run(run, gpus=RANKS).job, layout=layout_of(run.parallel, RANKS))
     policy = find_policy("gatewright")
     found = states(job, policy, shares(job, policy, 0))
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from processes import free_ports
 
 from gatewright.spec.read import dump_run
 
@@ -62,3 +63,23 @@ def test_parity_from_the_command_line(run_file: Path) -> None:
     done = gatewright("check", str(run_file), "--parity", "--nproc", "2")
     assert done.returncode == 0, done.stderr
     assert "2 ranks: ep 2, replicate, cpu, float32: divided experts compute the same within 1e-05" in done.stdout
+
+
+def test_two_tasks_of_an_srun_step(run_file: Path) -> None:
+    """The variables of SLURM alone; that srun sets them so is tried where there is a SLURM."""
+    [port] = free_ports(1)
+    step = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "gatewright", "train", str(run_file), "--set", "run=by-srun"]
+    tasks = [
+        subprocess.Popen(
+            command, env=os.environ | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [task.communicate(timeout=200) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert ["step 4/4" in out for out, _ in said] == [True, False]

@@ -11,7 +11,7 @@ import tiny
 from whole_runs import Started, finish, start
 
 from gatewright.spec.run import Run
-from gatewright.train import checkpoint
+from gatewright.train import checkpoint, loop
 
 RANKS = 4
 PATIENCE_S = 60
@@ -113,7 +113,7 @@ def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path: Path, name: str) -> 
     os.kill(started.pids[3], signal.Signals[name])
     codes = started.wait(patience_s=PATIENCE_S)
     if codes != [0] * RANKS:  # it may have been at its end
-        assert codes == [130] * RANKS, [started.log(rank) for rank in range(RANKS)]
+        assert codes == [loop.SAVED] * RANKS, [started.log(rank) for rank in range(RANKS)]
         assert "start the same command again to go on" in started.log(0)
         finish(stopped, RANKS)
     assert result(stopped) == result(quiet)
