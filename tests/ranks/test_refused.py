@@ -19,7 +19,7 @@ from gatewright.spec.run import Parallel
         ({"ep": 3}, 4, r"parallel\.ep = 3 does not divide the 4 ranks; use 1, 2, 4"),
         ({"ep": 4, "dp_replicate": 2}, 4, r"parallel\.ep = 4 does not divide the 2 ranks of a copy; use 1, 2"),
         ({"dp_replicate": 3}, 4, r"parallel\.dp_replicate = 3 does not divide the 4 ranks; use 1, 2, 4"),
-        ({"cp": 2}, 4, r"parallel\.cp = 2: context parallelism is not in this version"),
+        ({"cp": 3}, 4, r"parallel\.cp = 3 does not divide the 4 ranks; use 1, 2, 4"),
     ],
 )
 def test_a_layout_that_cannot_be(parallel: dict[str, object], ranks: int, message: str) -> None:
