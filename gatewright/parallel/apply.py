@@ -89,8 +89,7 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
-        shares = [Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()]
-        return Gradients(shares, [], ranks)
+        return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
     divided = divided_stacks(model, ranks)
     shares: list[Share] = []
     alike: dict[tuple[object, ...], list[Grouped]] = {}

@@ -97,8 +97,9 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 try:
                     progress = _steps(run, folder, trainer, ahead, progress, stop, log=log, say=say, trackers=trackers)
                 finally:
-                    for closing in (ahead, *trackers):
-                        closing.close()
+                    ahead.close()
+                    for tracker in trackers:
+                        tracker.close()
                 step_reached = progress.step
         except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
