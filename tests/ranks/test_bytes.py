@@ -17,7 +17,7 @@ RANKS = 4
 EXPERTS_BYTES = 2 * 8 * 3 * 32 * 24 * 2
 """Of the tiny model: 2 layers of 8 experts of three matrices of 32 by 24, in bfloat16."""
 LAYOUTS = {
-    "replicate": {},
+    "replicate": {"dense": "replicate"},
     "ep4": {"ep": 4},
     "zero2": {"dense": "zero2"},
     "ep2-zero2": {"ep": 2, "dense": "zero2"},
