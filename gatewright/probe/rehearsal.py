@@ -25,7 +25,7 @@ from gatewright.probe.fake_ranks import assume_routing, first_of
 from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Held, Rehearsal
-from gatewright.spec.run import Run
+from gatewright.spec.run import Parallel, Run
 from gatewright.train.optim import build_optimizer, trainable
 from gatewright.train.step import train_step
 
@@ -89,6 +89,11 @@ def rehearse(
 def refuse_what_fakes_cannot(run: Run) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
     train, method = run.train, run.method
+    if isinstance(run.parallel, Parallel) and run.parallel.cp != 1:
+        raise RunFileError(
+            f"rehearsal: parallel.cp {run.parallel.cp}: how documents are cut over ranks changes with every micro-batch, "
+            "and is not rehearsed; set cp: 1, or leave out --simulate"
+        )
     if train.optimizer != "adamw":
         raise RunFileError(f"rehearsal: train.optimizer {train.optimizer} has no fake kernel; set adamw")
     if method.quantize != "none":
