@@ -46,9 +46,7 @@ def run_in_words(
     tokens = given.get("tokens", DEFAULT_TOKENS)
     within_limits(tokens=tokens, rank=given.get("rank"), document_tokens=given.get("document_tokens"))
     method = given.get("method", "lora")
-    if method == "qlora":
-        raise UserError("--simulate runs the trainer's own step, which has no 4-bit weights; leave out --method qlora.")
-    known_choice("method", method, ("lora", "full"))
+    known_choice("method", method, ("lora", "qlora", "full"))
     checkpointing = given.get("checkpointing", "full")
     known_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))
     path = Path(model)
@@ -63,7 +61,9 @@ def run_in_words(
         {
             "run": "rehearsal",
             "model": {"path": str(folder) if config is None else model},
-            "method": {} if method == "full" else {"adapter": adapter},
+            "method": {}
+            if method == "full"
+            else {"adapter": adapter, "quantize": "nf4" if method == "qlora" else "none"},
             "data": {"train": "rehearsal", "max_tokens": given.get("document_tokens", tokens)},
             "train": {
                 "tokens_per_step": given.get("tokens_per_step", 2 * tokens * (gpus or 1)),
@@ -91,5 +91,9 @@ def _machine(given: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
         layout = layout_from(given["parallel"], ranks=gpus, backend="gatewright")
         if layout.sharding not in DENSE or max(layout.cp, layout.tp, layout.pp) > 1:
             raise UserError(f"--parallel {given['parallel']} does not go with --simulate; give ep, dense or both.")
-        machine["parallel"] = {"ep": layout.ep, "dense": DENSE[layout.sharding]}
+        machine["parallel"] = {
+            "ep": layout.ep,
+            "dense": DENSE[layout.sharding],
+            "dp_replicate": gpus // (layout.shard_ranks or gpus),
+        }
     return machine

@@ -71,7 +71,6 @@ def test_the_layout_is_that_of_the_run_file_or_of_the_words(plan: Plan, argument
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tiny", "--method", "qlora"), "has no 4-bit weights"),
         (("tiny", "--html", "a.html"), "--simulate does not go with --html"),
         (("tiny", "--gpus", "8", "--parallel", "ep=3"), "ep"),
         (("tiny", "--parallel", "ep=2"), "give --gpus too"),
