@@ -82,6 +82,11 @@ def refuse_unsupported(run: Run) -> list[Finding]:
             "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
             "adamw, or parallel.ep: 1 and dense: replicate"
         )
+    if run.router.placement != "contiguous":
+        raise RunFileError(
+            "router.placement: measured is not in this version; set contiguous. `gatewright router placement` says what "
+            "it would gain"
+        )
     if run.parallel != "auto" and run.method.adapter:
         if run.parallel.dense == "zero3" and run.method.adapter.full:
             raise RunFileError(
