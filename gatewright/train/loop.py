@@ -23,7 +23,7 @@ from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, 
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement, evaluation_line, step_line
-from gatewright.train.context import on_device
+from gatewright.train.context import exchanges_line, on_device
 from gatewright.train.deadline import Deadline
 from gatewright.train.device import device_name, peak_memory_bytes, pick_device, rng_state, set_rng_state, versions
 from gatewright.train.diverged import explain_divergence
@@ -87,7 +87,7 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
                 log(_start(run, trainer, resumed_step=newest.step if newest else None))
                 if not ranks.alone:
-                    say(f"layout    {ranks.layout.describe()}")
+                    say(f"layout    {ranks.layout.describe()}{exchanges_line(trainer.loader)}")
                 if proved := prove_resume(trainer, run, progress):
                     log(proved)
                 if newest:
