@@ -9,18 +9,23 @@ from tiny import config, save_model
 from torch import Tensor
 
 from gatewright.model import attention, expert_lora
+from gatewright.model.load import load_model
+from gatewright.model.quantized import weight_bytes
+from gatewright.parallel.layout import Layout
+from gatewright.parallel.ranks import alone
 from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
 from gatewright.probe.rehearsal_depth import choose_depths
 from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_model
 from gatewright.probe.rehearsal_plain import PlainStep, rehearse_plain
 from gatewright.probe.rehearsal_text import render
 from gatewright.spec.errors import ModelError, RunFileError
-from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Run
 
 CATALOGUE = Path(__file__).parents[2] / "gatewright" / "catalog" / "models"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 CPU = attention.Kernel("sdpa per document", "the test compares with this machine", attention.attend_each_document)
+ONE = alone(torch.device("cpu"))
 CUBLAS = 2 * 8_519_680
 """Default workspace of cuBLAS before Hopper, once for each of the two threads (torch's CUBLAS_WORKSPACE_CONFIG)."""
 
@@ -64,10 +69,10 @@ def test_fake_tensors_count_what_real_ones_do_to_the_byte(
     run, batches = make_run(targets, checkpointing=checkpointing), [packed_batch([50, 70, 33])]
 
     def make() -> torch.nn.Module:
-        return build(config(kind), run, CPU)
+        return build(config(kind), run, CPU, ONE)
 
-    def steps(model: torch.nn.Module, live: object) -> None:
-        take_steps(model, run, batches, live)
+    def steps(model: torch.nn.Module, live: object) -> Held:
+        return take_steps(model, run, batches, live, ONE)
 
     fake = observe_depth(make, steps, 3)
     torch.manual_seed(0)
@@ -96,7 +101,33 @@ def test_two_depths_give_the_full_one(kind: str, targets: list[str], checkpointi
     assert (short.parameters, short.trainable_parameters) == (full.parameters, full.trainable_parameters)
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets", "checkpointing", "layout", "depths"),
+    [
+        ("llama", None, "full", Layout(ranks=2, dense="zero3"), (5, 7)),
+        ("qwen3_moe", ["attention", "experts"], "none", Layout(ranks=2, ep=2), (3, 5)),
+        ("qwen3_moe", None, "selective", Layout(ranks=4, ep=2, dense="zero3"), (5, 7)),
+    ],
+)
+def test_two_depths_give_the_full_one_on_one_rank_of_many(
+    kind: str, targets: list[str], checkpointing: str, layout: Layout, depths: tuple
+) -> None:
+    """To the byte: FSDP gathers ahead and reduces behind, so what neighbours hold must be there at both ends."""
+    run, shape = make_run(targets, checkpointing=checkpointing), config(kind, num_hidden_layers=9)
+    short = rehearse(run, lengths=[64, 100], config=shape, layout=layout)
+    full = rehearse(run, lengths=[64, 100], config=shape, layout=layout, full_depth=True)
+    assert (short.depths, full.depths) == (depths, (9,))
+    assert phases(short) == pytest.approx(phases(full), rel=1e-3)
+    assert {p.phase: p.block for p in short.phases} == {p.phase: p.block for p in full.phases}
+    assert (short.resident_bytes, short.held) == (full.resident_bytes, full.held)
+    assert (short.parameters, short.trainable_parameters) == (full.parameters, full.trainable_parameters)
+    alone_ = rehearse(run, lengths=[64, 100], config=shape)
+    assert (short.parameters, short.trainable_parameters) == (alone_.parameters, alone_.trainable_parameters)
+
+
 def test_depths_follow_the_pattern_of_the_layers() -> None:
+    assert choose_depths("a" * 32, reach=2) == (4, 6)
+    assert choose_depths("ddd" + "m" * 58, reach=2) == (7, 9)
     assert choose_depths("a" * 32) == (2, 4)
     assert choose_depths("a" * 33) == (3, 5)
     assert choose_depths("ddd" + "m" * 58) == (5, 7)
@@ -170,6 +201,28 @@ def test_the_text_fits_100_columns_and_begins_with_the_answer() -> None:
     assert "8 layers, extended from 2 and 4" in lines[1]
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_four_bits_take_what_the_loader_makes_of_them(kind: str, tmp_path: Path) -> None:
+    """The frozen base, to the byte; and the step makes one weight dense at a time."""
+    folder = save_model(kind, tmp_path / "base", hidden_size=128)
+    values = make_run(["attention"], model=str(folder)).model_dump()
+    values["method"]["quantize"] = "nf4"
+    run = Run.model_validate(values)
+    loaded = load_model(run.model, device=torch.device("cpu"), kernel=CPU, quantize="nf4")
+    done = rehearse(run, lengths=[30, 40], full_depth=True)
+    assert done.held.frozen == weight_bytes(loaded)
+
+
+def test_eight_bit_moments_take_a_quarter() -> None:
+    shape = config("llama", hidden_size=512, num_attention_heads=8)
+    plain, small = (
+        rehearse(make_run(None, dtype="bfloat16", optimizer=name), lengths=[64], config=shape).held
+        for name in ("adamw", "adamw8bit")
+    )
+    assert plain.optimizer == 2 * plain.weights
+    assert small.optimizer == pytest.approx(plain.weights, rel=0.05)  # a byte a moment, and a scale every 256
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [1], [8, 0], [-5]])
 def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> None:
     with pytest.raises(RunFileError, match="document lengths"):
@@ -177,12 +230,20 @@ def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> Non
 
 
 def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
-    with pytest.raises(RunFileError, match="adamw8bit has no fake kernel"):
-        rehearse(make_run(None, optimizer="adamw8bit"), lengths=[8], config=config("llama"))
-    small = make_run(["attention"]).model_dump()
-    small["method"]["quantize"] = "nf4"
-    with pytest.raises(RunFileError, match="method.quantize nf4 has no fake kernel"):
-        rehearse(Run.model_validate(small), lengths=[8], config=config("llama"))
+    def changed(**sections: dict[str, object]) -> Run:
+        values = make_run(["experts"]).model_dump()
+        return Run.model_validate(
+            {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in values.items()}
+        )
+
+    for run, layout, says in (
+        (changed(method={"quantize": "fp8"}), Layout(), "fp8 keeps what is FP8 in the weight files"),
+        (changed(method={"quantize": "nf4"}), Layout(ranks=2, ep=2), "cannot be divided over ranks yet"),
+        (changed(router={"balance": 0.01, "train": True}), Layout(), "score function"),
+        (changed(router={"capacity": 1.25}), Layout(), "router.capacity"),
+    ):
+        with pytest.raises(RunFileError, match=says):
+            rehearse(run, lengths=[8], config=config("qwen3_moe"), layout=layout)
     some = make_run(["experts"]).model_dump()
     some["method"]["adapter"]["experts"] = {"most_routed": 0.5}
     with pytest.raises(RunFileError, match="fake tensors have no routing"):
