@@ -1,6 +1,6 @@
 """The part of a rank in the exchange that was chosen for a micro-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gatewright.packing.exchange import Exchange, plan_exchange
 from gatewright.packing.exchange_cost import Name
@@ -10,7 +10,11 @@ from gatewright.packing.exchange_ring import RingExchange, plan_ring
 from gatewright.packing.schedule import Slice
 
 Plan = Exchange | Gather | HeadExchange | RingExchange
-ROW_PLANS = {"gathered": plan_gather, "heads": plan_heads, "ring": plan_ring}
+IN_GROUP: dict[str, Callable[[Sequence[Sequence[Slice]], int], Gather | HeadExchange | RingExchange]] = {
+    "gathered": plan_gather,
+    "heads": plan_heads,
+    "ring": plan_ring,
+}
 
 
 def plan(slices: Sequence[Sequence[Slice]], rank: int, chosen: tuple[Name, int] | None) -> Plan | None:
@@ -21,4 +25,4 @@ def plan(slices: Sequence[Sequence[Slice]], rank: int, chosen: tuple[Name, int] 
     if name == "moved":
         return plan_exchange(slices, rank)
     group = slices[rank - rank % size : rank - rank % size + size]
-    return ROW_PLANS[name](group, rank % size) if cut_documents(group) else None
+    return IN_GROUP[name](group, rank % size) if cut_documents(group) else None
