@@ -40,16 +40,16 @@ class HeadsDealt:
         parts = [self._by_rank(x) for x in (q, k, v)]
         received = _AllToAll.apply(torch.cat(parts, dim=-1).flatten(0, 1), self.own_G, self.counts_G, self.group)
         widths = [part.shape[-1] for part in parts]
-        together = [
+        q, k, v = (
             x.unflatten(1, (-1, width)).transpose(0, 1)[None]
             for x, width in zip(received[self.order_A].split(widths, dim=1), (q.shape[-1], k.shape[-1], v.shape[-1]),
                                 strict=True)
-        ]  # fmt: skip
-        out_And = attend(*together, self.lengths, self.lengths)[0]
+        )  # fmt: skip
+        out_And = attend(q, k, v, self.lengths, self.lengths)[0]
         returned = _AllToAll.apply(out_And[self.back_A].flatten(1), self.counts_G, self.own_G, self.group)
         # [G · T, N/G · D'] → [T, N, D']: rank g had heads [g · N/G, (g + 1) · N/G).
         heads_GTF = returned.unflatten(0, (self.size, -1))
-        return heads_GTF.transpose(0, 1).reshape(1, -1, q.shape[1], v.shape[-1])
+        return heads_GTF.transpose(0, 1).reshape(1, -1, self.size * q.shape[1], v.shape[-1])
 
     def _by_rank(self, x: Tensor) -> Tensor:
         """[G, T, heads / G · width]: what each rank gets of [1, heads, T, width]."""
