@@ -85,8 +85,8 @@ def refuse_unsupported(run: Run) -> list[Finding]:
         )
     if run.router.placement != "contiguous":
         raise RunFileError(
-            "router.placement: measured is not in this version; set contiguous. `gatewright router placement` says what "
-            "it would gain"
+            "router.placement: measured is not in this version; set contiguous. `gatewright router placement` says "
+            "what it would gain"
         )
     if run.parallel != "auto" and run.method.adapter:
         if run.parallel.dense == "zero3" and run.method.adapter.full:
