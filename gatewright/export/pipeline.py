@@ -30,7 +30,7 @@ from gatewright.export.deltas import AdapterFiles, read_adapter
 from gatewright.export.families import FAMILIES, architecture_of, read_config
 from gatewright.export.imatrix import load_importance, save_importance
 from gatewright.export.manifest import data_read, describe, publish
-from gatewright.export.measure import EXACT_KL, Figures, gates, measure
+from gatewright.export.measure import EXACT_KL, Figures, Gate, gates, measure
 from gatewright.export.merge import LOST, empty_model, merge
 from gatewright.export.official import check_converter, convert_officially
 from gatewright.export.quantise import Recipe, quantise
@@ -40,6 +40,7 @@ from gatewright.export.source import ExportSource
 from gatewright.export.steps import Result, Steps, Tick, file_sha256, write_json
 from gatewright.export.study import Sample, load_plain, median_kl, study
 from gatewright.export.vocabulary import read_vocabulary
+from gatewright.export.weights import WEIGHT_ERROR, worst_weight
 from gatewright.model.base_files import base_fingerprint
 from gatewright.model.load import check_weights
 from gatewright.model.load import read_config as read_hf_config
@@ -47,7 +48,7 @@ from gatewright.model.sources import read_format
 from gatewright.spec.errors import UserError
 
 SOURCE_OF_QUANTISED: Precision = "f16"
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Of what is measured; figures of another version are measured again."""
 MERGE_KL = {torch.float32: 1e-6, torch.float16: EXACT_KL}
 """Median KL of the merged model from the base model with its adapter beside it, at most."""
@@ -273,11 +274,12 @@ class _Export:
         def action(tick: Tick) -> Result:
             matrix = load_importance(matrix_file)
             made = quantise(source, file, recipe, importance=matrix, tick=tick, threads=self.request.threads)
-            return {"fallbacks": made.fallbacks, "tensors": made.tensors}
+            worst = worst_weight(file, source)
+            return {"fallbacks": made.fallbacks, "tensors": made.tensors, "worst": [str(worst), worst.error]}
 
         inputs = {
             "source": source.stat().st_size, "model": identity, "recipe": recipe.label,
-            "matrix": file_sha256(matrix_file), "library": version("llama-cpp-python"),
+            "matrix": file_sha256(matrix_file), "library": version("llama-cpp-python"), "figures": FIGURES_VERSION,
         }  # fmt: skip
         words = f"quantise {side} to {recipe.label}"
         return file, self.steps.run(f"quantise-{side}-{recipe.label}", words, inputs, lambda: [file], action)
@@ -297,22 +299,23 @@ class _Export:
     def _file(self, recipe: Recipe, model: Path, *, compared: bool) -> dict[str, Any]:
         """Makes and judges one file of the result; its entry in the manifest."""
         floor: Result | None = None
-        quantised: Result = {}
         base_file: Path | None = None
+        alone = self.request.to == "gguf"
         if compared:
-            base_file, _ = self._built("base", self._dense_base(), recipe, self.base_identity)
+            base_file, quantised = self._built("base", self._dense_base(), recipe, self.base_identity)
             floor = self._figures("base", base_file, self.work / "base.reference.npz", recipe)
-        if self.request.to == "adapter-gguf":
-            assert base_file is not None
-            file, stem = self._adapter_file(), f"{self.source.name}-adapter"
-            figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
-        else:
+        if alone:
             file, quantised = self._built("tuned", model, recipe, self.identity)
             figures = self._figures("tuned", file, self.out / "reference.npz", recipe)
             stem = f"{self.source.name}-{recipe.label}"
-        judged = gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)
+        else:
+            assert base_file is not None
+            file, stem = self._adapter_file(), f"{self.source.name}-adapter"
+            figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
+        made = self._made_gates(recipe, model, quantised)
+        judged = [*made, *gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)]
         passed = all(gate.passed for gate in judged)
-        published = publish(self.out, file, stem, passed) if self.request.to == "gguf" else file
+        published = publish(self.out, file, stem, passed) if alone else file
         if fallbacks := quantised.get("fallbacks"):
             words = ", ".join(f"{count} as {kind}" for kind, count in fallbacks.items())
             self._note(
@@ -321,11 +324,30 @@ class _Export:
             )
         return {
             "file": published.name, "recipe": recipe.label, "sha256": file_sha256(published), "passed": passed,
-            "on_base": recipe.label if self.request.to == "adapter-gguf" else None,
-            "fallbacks": quantised.get("fallbacks", {}), "exact": recipe.exact,
-            "gates": [{"name": g.name, "value": g.value, "limit": g.limit, "passed": g.passed} for g in judged],
-            "figures": figures, "base_figures": floor,
+            "on_base": None if alone else recipe.label,
+            "fallbacks": quantised.get("fallbacks", {}), "exact": recipe.exact, "making_gates": len(made),
+            "gates": [gate.as_dict() for gate in judged], "figures": figures, "base_figures": floor,
         }  # fmt: skip
+
+    def _made_gates(self, recipe: Recipe, model: Path, quantised: Result) -> list[Gate]:
+        """Of how a quantised file was made, which its own answers beside the base's do not show.
+
+        A conversion that is wrong in the same way for both would pass a comparison of the two.
+        """
+        if recipe.converted:
+            return []
+        source = Recipe(level=SOURCE_OF_QUANTISED)
+        if self.request.to == "gguf":
+            file, adapter = self._converted("tuned", model, source.level, self.identity), None
+        else:
+            file = self._converted("base", self._dense_base(), source.level, self.base_identity)
+            adapter = self._adapter_file()
+        exact = self._figures("tuned", file, self.out / "reference.npz", source, adapter=adapter)
+        worst, error = quantised["worst"]
+        return [
+            Gate(f"median KL of the {source.level} it was made from", exact["kl_median"], EXACT_KL),
+            Gate(f"largest error of a weight ({worst})", error, WEIGHT_ERROR),
+        ]
 
     def _adapter_file(self) -> Path:
         file = self.work / "adapter.gguf"
