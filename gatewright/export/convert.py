@@ -122,7 +122,13 @@ def _write(writer: GGUFWriter, outputs: list[Output], precision: Precision, tick
         written = 0
         for piece in output.read():
             # numpy knows no bfloat16: the bytes go out as they are.
-            data = piece.float().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = (
+                (piece if piece.dtype == dtype else piece.float().to(dtype))
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+            )
             file.write(data.data)
             written += data.nbytes
             tick(done + written, total)

@@ -12,7 +12,7 @@ import torch
 
 from gatewright import __version__
 from gatewright.export import llama
-from gatewright.export.card import licence_of, training_figures
+from gatewright.export.card import licence_of, origin_of, training_figures
 from gatewright.export.deltas import AdapterFiles
 from gatewright.export.sample import SampleRequest
 from gatewright.export.source import ExportSource
@@ -37,6 +37,7 @@ def describe(
         "name": source.name,
         "base": {
             "path": str(source.base),
+            "origin": origin_of(source.base),
             "fingerprint": base_fingerprint(source.base),
             "licence": licence_of(source.base),
         },

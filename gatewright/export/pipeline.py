@@ -274,12 +274,11 @@ class _Export:
         def action(tick: Tick) -> Result:
             matrix = load_importance(matrix_file)
             made = quantise(source, file, recipe, importance=matrix, tick=tick, threads=self.request.threads)
-            worst = worst_weight(file, source)
-            return {"fallbacks": made.fallbacks, "tensors": made.tensors, "worst": [str(worst), worst.error]}
+            return {"fallbacks": made.fallbacks, "tensors": made.tensors}
 
         inputs = {
             "source": source.stat().st_size, "model": identity, "recipe": recipe.label,
-            "matrix": file_sha256(matrix_file), "library": version("llama-cpp-python"), "figures": FIGURES_VERSION,
+            "matrix": file_sha256(matrix_file), "library": version("llama-cpp-python"),
         }  # fmt: skip
         words = f"quantise {side} to {recipe.label}"
         return file, self.steps.run(f"quantise-{side}-{recipe.label}", words, inputs, lambda: [file], action)
@@ -312,7 +311,7 @@ class _Export:
             assert base_file is not None
             file, stem = self._adapter_file(), f"{self.source.name}-adapter"
             figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
-        made = self._made_gates(recipe, model, quantised)
+        made = self._made_gates(recipe, model, file if alone else base_file)
         judged = [*made, *gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)]
         passed = all(gate.passed for gate in judged)
         published = publish(self.out, file, stem, passed) if alone else file
@@ -329,24 +328,32 @@ class _Export:
             "gates": [gate.as_dict() for gate in judged], "figures": figures, "base_figures": floor,
         }  # fmt: skip
 
-    def _made_gates(self, recipe: Recipe, model: Path, quantised: Result) -> list[Gate]:
+    def _made_gates(self, recipe: Recipe, model: Path, file: Path) -> list[Gate]:
         """Of how a quantised file was made, which its own answers beside the base's do not show.
 
         A conversion that is wrong in the same way for both would pass a comparison of the two.
         """
         if recipe.converted:
             return []
-        source = Recipe(level=SOURCE_OF_QUANTISED)
+        level = Recipe(level=SOURCE_OF_QUANTISED)
         if self.request.to == "gguf":
-            file, adapter = self._converted("tuned", model, source.level, self.identity), None
+            side, adapter = "tuned", None
+            source = self._converted(side, model, level.level, self.identity)
         else:
-            file = self._converted("base", self._dense_base(), source.level, self.base_identity)
-            adapter = self._adapter_file()
-        exact = self._figures("tuned", file, self.out / "reference.npz", source, adapter=adapter)
-        worst, error = quantised["worst"]
+            side, adapter = "base", self._adapter_file()
+            source = self._converted(side, self._dense_base(), level.level, self.base_identity)
+        exact = self._figures("tuned", source, self.out / "reference.npz", level, adapter=adapter)
+
+        def action(tick: Tick) -> Result:
+            worst = worst_weight(file, source)
+            return {"where": str(worst), "error": worst.error}
+
+        inputs = {"made": file.stat().st_mtime_ns, "source": source.stat().st_mtime_ns, "figures": FIGURES_VERSION}
+        words = f"compare weights of {side} {recipe.label}"
+        worst = self.steps.run(f"weights-{side}-{recipe.label}", words, inputs, list, action)
         return [
-            Gate(f"median KL of the {source.level} it was made from", exact["kl_median"], EXACT_KL),
-            Gate(f"largest error of a weight ({worst})", error, WEIGHT_ERROR),
+            Gate(f"median KL of the {level.level} it was made from", exact["kl_median"], EXACT_KL),
+            Gate(f"largest error of a weight ({worst['where']})", worst["error"], WEIGHT_ERROR),
         ]
 
     def _adapter_file(self) -> Path:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gatewright.export.measure import Figures, gates, measure
+from gatewright.export.measure import Figures, Gate, gates, measure
 from gatewright.export.reference import load_reference
 from gatewright.export.steps import file_sha256
 from gatewright.spec.errors import ModelError
@@ -30,9 +30,10 @@ def judge(file: Path, against: Path, *, threads: int | None, adapter: Path | Non
         )
     # Without a base, what the file lost when it was exported is what it may lose here.
     judged = gates(figures, exact=entry["exact"], base=Figures(**(entry["base_figures"] or entry["figures"])))
-    found = [gate.as_dict() for gate in judged]
-    if adapter is None and entry["on_base"] is None and file_sha256(file) == entry["sha256"]:
-        found = [*entry["gates"][: entry["making_gates"]], *found]
+    if file.name == entry["file"] and adapter is None:
+        judged.append(Gate("bytes other than those exported (sha256)", int(file_sha256(file) != entry["sha256"]), 0))
+    # What only the export could see, of the conversion and of each weight.
+    found = [*entry["gates"][: entry["making_gates"]], *(gate.as_dict() for gate in judged)]
     return {
         "file": str(file),
         "as": entry["recipe"],

@@ -114,7 +114,10 @@ def save_tokenizer(folder: Path, kind: str, *, specials: Sequence[str] = ()) -> 
         raw.decoder = decoders.ByteLevel()
         alphabet, first = pre_tokenizers.ByteLevel.alphabet(), []
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 8, special_tokens=[*first, *SPECIALS, *specials], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY - 8,
+        special_tokens=[*first, *SPECIALS, *specials],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     raw.train_from_iterator([json.dumps(row, ensure_ascii=False) for row in rows(300)], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 from export_models import SIZES
 from transformers import (
     DeepseekV2Config,
@@ -48,11 +47,3 @@ CONFIGS: dict[str, PretrainedConfig] = {
         n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, partial_rotary_factor=0.5,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def converter() -> Path:
-    """The script. Fails where it is not, since a comparison that is left out proves nothing."""
-    if not CONVERTER.is_file():
-        pytest.fail(f"no {CONVERTER}; `make {CONVERTER}` fetches it")
-    return CONVERTER

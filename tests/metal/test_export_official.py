@@ -12,7 +12,6 @@ import gguf
 import official_models
 import pytest
 import torch
-from official_models import converter  # noqa: F401
 from rich.console import Console
 
 from gatewright.export.convert import convert
@@ -37,6 +36,15 @@ STATED_BY_US = {"tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"}
 """We write that nothing is added; the converter leaves it out, and llama.cpp then goes by the pre-tokenizer's name."""
 
 
+@pytest.fixture(scope="module")
+def converter() -> Path:
+    """The script. Fails where it is not, since a comparison that is left out proves nothing."""
+    script = official_models.CONVERTER
+    if not script.is_file():
+        pytest.fail(f"no {script}; `make test` fetches it")
+    return script
+
+
 def convert_all(script: Path, precision: str, models: dict[Path, str]) -> None:
     """Every model by the official converter, in one process, each told its pre-tokenizer."""
     path = os.pathsep.join([str(script.parent / "gguf-py"), str(script.parent)])
@@ -56,7 +64,7 @@ def contents(file: Path) -> tuple[dict[str, object], list[tuple[object, ...]]]:
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16"])
-def test_ours_is_the_official_file_to_the_byte(tmp_path: Path, converter: Path, precision: str) -> None:  # noqa: F811
+def test_ours_is_the_official_file_to_the_byte(tmp_path: Path, converter: Path, precision: str) -> None:
     """Tensors: order, types, shapes, bytes. Fields: all, with their types."""
     models = {
         export_models.save_base(kind, tmp_path / kind): export_models.tokenizer_of(kind)
@@ -97,7 +105,9 @@ def run(folder: Path, quant: str, script: Path) -> Outcome:
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])
 def test_another_architecture_goes_through_the_official_converter(
-    tmp_path: Path, converter: Path, kind: str  # noqa: F811
+    tmp_path: Path,
+    converter: Path,
+    kind: str,
 ) -> None:
     make(tmp_path, kind)
     outcome = run(tmp_path, "f16,q8_0", converter)
@@ -109,13 +119,13 @@ def test_another_architecture_goes_through_the_official_converter(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", official_models.CONFIGS)
-def test_every_architecture_that_the_docs_name(tmp_path: Path, converter: Path, kind: str) -> None:  # noqa: F811
+def test_every_architecture_that_the_docs_name(tmp_path: Path, converter: Path, kind: str) -> None:
     make(tmp_path, kind)
     outcome = run(tmp_path, "f32", converter)
     assert outcome.passed and outcome.manifest["files"][0]["figures"]["kl_median"] < 5e-6
 
 
-def test_a_wrong_conversion_fails_whatever_is_asked_for(tmp_path: Path, converter: Path) -> None:  # noqa: F811
+def test_a_wrong_conversion_fails_whatever_is_asked_for(tmp_path: Path, converter: Path) -> None:
     """The official converter takes softmax where nothing says sigmoid; its quantised file alone would not show it."""
     folder = tmp_path
     make(folder, "deepseek_v3")
@@ -134,7 +144,7 @@ def test_a_wrong_conversion_fails_whatever_is_asked_for(tmp_path: Path, converte
         run(folder, "q8_0", converter)
 
 
-def test_code_that_is_not_known_does_not_run(tmp_path: Path, converter: Path) -> None:  # noqa: F811
+def test_code_that_is_not_known_does_not_run(tmp_path: Path, converter: Path) -> None:
     assert check_converter(converter, wanted=None) in KNOWN
     changed = tmp_path / "llama.cpp"
     (changed / "conversion").mkdir(parents=True)
@@ -151,7 +161,7 @@ def test_code_that_is_not_known_does_not_run(tmp_path: Path, converter: Path) ->
         check_converter(tmp_path / "nothing.py", wanted=None)
 
 
-def test_what_the_converter_says_is_passed_on(tmp_path: Path, converter: Path) -> None:  # noqa: F811
+def test_what_the_converter_says_is_passed_on(tmp_path: Path, converter: Path) -> None:
     base = export_models.save_base("llama", tmp_path / "base", vocabulary=False)
     export_models.save_tokenizer(base, "unknown")
     with pytest.raises(RunFailed, match="BPE pre-tokenizer was not recognized"):
