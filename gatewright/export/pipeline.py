@@ -311,7 +311,7 @@ class _Export:
             assert base_file is not None
             file, stem = self._adapter_file(), f"{self.source.name}-adapter"
             figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
-        made = self._made_gates(recipe, model, file if alone else base_file)
+        made = self._made_gates(recipe, model, file if base_file is None or alone else base_file)
         judged = [*made, *gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)]
         passed = all(gate.passed for gate in judged)
         published = publish(self.out, file, stem, passed) if alone else file
