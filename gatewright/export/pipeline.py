@@ -110,6 +110,8 @@ class _Export:
             )
             manifest["merge_proof"] = proof
         manifest["experts"] = expert_coverage(reference.expert_tokens, self.adapter)
+        if architecture_of(model) not in FAMILIES and not all(recipe.converted for recipe in self.request.recipes):
+            self._note("quantised without an importance matrix, which is made for our own conversions only")
         files = [self._file(recipe, model, compared=with_base) for recipe in self.request.recipes]
         if self.request.to == "adapter-gguf":  # one file, judged on several bases
             passed = all(entry["passed"] for entry in files)
