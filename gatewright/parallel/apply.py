@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gatewright.model.experts import find_experts
 from gatewright.model.head import gather_on_use
 from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.collectives import count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
@@ -67,6 +68,8 @@ def divide(model: PreTrainedModel, ranks: Ranks) -> None:
                 # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if ranks.device.type == "cpu":
+                    count_fsdp(module)
 
 
 def settle(model: PreTrainedModel, ranks: Ranks) -> None:

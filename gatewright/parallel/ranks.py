@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gatewright.parallel.collectives import all_reduce
 from gatewright.parallel.groups import GroupPool
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.place import ALONE, Place
@@ -76,7 +77,7 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on every rank, of a tensor on the CPU or the device; the tensor is overwritten."""
         if not self.alone:
-            dist.all_reduce(values)
+            all_reduce(values)
         return values
 
     def gather(self, values: list[float]) -> list[list[float]]:

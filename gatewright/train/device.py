@@ -39,6 +39,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Peak so far of what the allocator has taken from a GPU; 0 on a CPU, which has no such pool."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """State of the random numbers on the CPU and on the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
