@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model.experts import find_experts
-from gatewright.model.head import gather_on_use
+from gatewright.model.head import decoder, gather_on_use
 from gatewright.parallel.collect import divided_stacks
 from gatewright.parallel.collectives import count_fsdp
 from gatewright.parallel.dispatch import Dispatch
@@ -59,7 +59,7 @@ def divide(model: PreTrainedModel, ranks: Ranks) -> None:
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy)
         # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
-        fully_shard(model.base_model, mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True)
+        fully_shard(decoder(model), mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True)
         if not model.config.get_text_config().tie_word_embeddings:
             head = model.get_output_embeddings()
             _cut_rows(head, head.out_features, ranks.with_copies(SHARD))
