@@ -1,7 +1,7 @@
 """FLOPs of training on documents, recomputation not counted: what a plan's time and a run's MFU are both made of.
 
-Attention under the causal mask grows along a document, so what a slice [a, b) of one costs is F(b) − F(a), with F(s) the
-FLOPs of a document of s tokens: however documents are cut and dealt out, their sum is the same.
+Attention under the causal mask grows along a document, so what a slice [a, b) of one costs is F(b) − F(a), with F(s)
+the FLOPs of a document of s tokens: however documents are cut and dealt out, their sum is the same.
 """
 
 from collections.abc import Iterable

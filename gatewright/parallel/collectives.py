@@ -2,7 +2,7 @@
 
 Between CPUs a collective returns when it is done: its time is that of the clock, waiting for slower ranks included.
 Between GPUs it is queued, and the stream that computes stands still until it is done: its time is that between two
-events on this stream. What runs beside the computation, as FSDP's gathers do on a GPU, is nobody's wait and not counted.
+events on this stream. What runs beside the computation, as FSDP's gathers do on a GPU, is no wait and not counted.
 """
 
 import time
@@ -73,13 +73,13 @@ def all_reduce(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Non
 def reduce_scatter(total: Tensor, values: Tensor, *, group: dist.ProcessGroup) -> None:
     """Into `total`, this rank's part of the sum of `values`."""
     with METER.on(values.device):
-        dist.reduce_scatter_tensor(total, values, group=group)
+        dist.reduce_scatter_single(total, values, group=group)
 
 
 def all_gather(every: Tensor, mine: Tensor, *, group: dist.ProcessGroup) -> None:
     """Into `every`, the values of each rank, by rank."""
     with METER.on(mine.device):
-        dist.all_gather_into_tensor(every, mine, group=group)
+        dist.all_gather_single(every, mine, group=group)
 
 
 def all_to_all(
