@@ -223,7 +223,8 @@ def machine(report: Report) -> list[Fact]:
     if report.start is None:
         return []
     versions = ", ".join(f"{name} {version}" for name, version in report.start.versions.items())
-    return [("device", report.start.device), ("versions", versions)]
+    spread = [("layout", f"{report.layout.layout}: {report.layout.reason}")] if report.layout else []
+    return [("device", report.start.device), *spread, ("versions", versions)]
 
 
 def split_name(split: DataLoaded) -> str:

@@ -19,6 +19,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     RouterHealth,
@@ -141,6 +142,7 @@ class _Reading:
     def __init__(self) -> None:
         self.columns, self.loads = _Columns(), LoadsInTime()
         self.start: Start | None = None
+        self.layout: LayoutChosen | None = None
         self.model: ModelLoaded | None = None
         self.data: dict[str, DataLoaded] = {}
         self.evaluations: dict[int, Evaluated] = {}
@@ -165,6 +167,8 @@ class _Reading:
         match line.event:
             case Start() as start:
                 self._start(start)
+            case LayoutChosen() as layout:
+                self.layout = layout
             case ModelLoaded() as model:
                 self.model = model
             case DataLoaded() as data:
@@ -218,6 +222,7 @@ class _Reading:
             read_at=now,
             start=self.start,
             processes=len(self.processes.all),
+            layout=self.layout,
             model=self.model,
             data=tuple(sorted(self.data.values(), key=lambda data: data.split != "train")),
             curves=self.columns.curves(routed=loads is not None),

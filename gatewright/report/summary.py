@@ -12,6 +12,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     RouterHealth,
@@ -98,6 +99,8 @@ class Report:
     start: Start | None
     """Of the last process."""
     processes: int
+    layout: LayoutChosen | None
+    """Of the last process on many ranks."""
     model: ModelLoaded | None
     data: tuple[DataLoaded, ...]
     """One a split, train first."""

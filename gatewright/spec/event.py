@@ -26,6 +26,17 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChosen:
+    """How a run is spread over its ranks; written by runs on many."""
+
+    ranks: int
+    layout: str
+    """In words: `8 ranks: ep 8, zero2`."""
+    reason: str
+    """As the run file says, or why the planner chose it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoaded:
     path: str
     architecture: str
@@ -269,6 +280,7 @@ class GateChecked:
 
 Event = (
     Start
+    | LayoutChosen
     | ModelLoaded
     | DataLoaded
     | StepDone
@@ -284,6 +296,7 @@ Event = (
 
 KINDS: dict[str, type[Event]] = {
     "start": Start,
+    "layout": LayoutChosen,
     "model": ModelLoaded,
     "data": DataLoaded,
     "step": StepDone,

@@ -8,6 +8,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     StepDone,
@@ -28,6 +29,8 @@ def announcement(event: Event) -> list[str]:
             return model_lines(event)
         case ResumeProved():
             return [resume_line(event)]
+        case LayoutChosen():
+            return [f"layout    {event.layout}: {event.reason}"]
         case GateChecked():
             return [gate_line(event)]
         case _:
