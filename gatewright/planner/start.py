@@ -10,7 +10,7 @@ from typing import Literal
 from gatewright.packing.flops import Yardstick
 from gatewright.planner.job import Layout
 from gatewright.planner.plan_run import ask_run
-from gatewright.planner.search import Question, search
+from gatewright.planner.search import Question, as_judged, search, why
 from gatewright.planner.time import model_flops
 from gatewright.spec.errors import RunFileError, UserError
 from gatewright.spec.hardware import GIB, Gpu
@@ -60,7 +60,7 @@ def choose_layout(run: Run, on: Devices) -> Chosen:
         layout = found.layouts[candidate.layout]
         if supported(run, layout):
             parallel = Parallel(ep=layout.ep, dense=DENSE[layout.sharding], cp=layout.cp)
-            return _written(run, parallel, _why(candidate, question))
+            return _written(run, parallel, _why(candidate, layout, question, of=len(found.fitting)))
     raise RunFileError(
         f"parallel: auto finds no layout of {on.ranks} × {on.gpu.name} for this run: "
         f"{_obstacle(found.too_large, found.illegal)}. Use more GPUs, see "
@@ -100,11 +100,14 @@ def _written(run: Run, parallel: Parallel, reason: str) -> Chosen:
     return Chosen(run=run.model_copy(update={"parallel": parallel}), reason=reason)
 
 
-def _why(candidate: Candidate, question: Question) -> str:
+def _why(candidate: Candidate, layout: Layout, question: Question, *, of: int) -> str:
     assert candidate.memory is not None and candidate.time is not None
     held, room = candidate.memory.device.bytes / GIB, question.capacity_bytes / GIB
-    figures = f"planned on {question.gpu.name}: {held:.1f} of {room:.1f} GiB, {candidate.time.step_s:.3g} s a step"
-    return "; ".join([figures, *candidate.reasons])
+    figures = (
+        f"planned for {question.gpu.name}, the best of {of} that fit: {held:.1f} of {room:.1f} GiB, "
+        f"{candidate.time.step_s:.3g} s a step"
+    )
+    return "; ".join([figures, *why(as_judged(question, layout), question.cluster(layout.ranks))])
 
 
 def _obstacle(too_large: tuple[Candidate, ...], illegal: tuple[Candidate, ...]) -> str:

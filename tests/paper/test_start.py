@@ -44,7 +44,7 @@ def test_auto_is_what_the_planner_chooses(model: str, gpu: str, ranks: int, meth
     chosen = choose_layout(run, on(gpu, ranks=ranks))
     assert isinstance(chosen.run.parallel, Parallel)
     assert describe(layout_of(chosen.run.parallel, ranks), gpu=find_gpu(gpu)) == planned.layout
-    assert chosen.reason.startswith(f"planned on {gpu}: ") and "s a step" in chosen.reason
+    assert chosen.reason.startswith(f"planned for {gpu}, the best of ") and "s a step" in chosen.reason
     assert chosen == choose_layout(run, on(gpu, ranks=ranks)), "every rank must come to the same"
 
 
