@@ -9,7 +9,11 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CACHE := examples/demo/cache
-BENCHMARKS := benchmarks/train_single.py benchmarks/planner_accuracy.py
+# llama-cpp-python is compiled, once a machine: pip keeps the wheel. Without -march=native the wheel fits other machines.
+LLAMA_CMAKE_x86_64 := -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
+LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(LLAMA_CMAKE_$(shell uname -m))
+BENCHMARKS := $(addprefix benchmarks/, train_single.py expert_lora.py router_guard.py router_capacity.py packing.py \
+	dynamic_cp.py context_ranks.py planner_accuracy.py doctor_accuracy.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -32,7 +36,7 @@ $(VENV)/demo.done: $(VENV)/torch.done pyproject.toml
 	@touch $@
 
 $(VENV)/test.done: $(VENV)/torch.done pyproject.toml
-	$(PIP) --editable '.[train,quantize,export,plot,demo,dev]'
+	CMAKE_ARGS="$(LLAMA_CMAKE)" $(PIP) --editable '.[train,quantize,export,plot,demo,dev]'
 	@touch $@
 
 $(VENV)/bench.done: $(VENV)/demo.done

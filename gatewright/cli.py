@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_campaign, cli_check, cli_data, cli_plan, cli_probe, cli_router
+from gatewright import __version__, cli_campaign, cli_check, cli_data, cli_export, cli_plan, cli_probe, cli_router
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -23,6 +23,7 @@ EXTRAS = {
     "pyarrow": "train",
     "bitsandbytes": "quantize",
     "gguf": "export",
+    "llama_cpp": "export",
     "openai": "synth",
     "tenacity": "synth",
     "PIL": "plot",
@@ -161,6 +162,8 @@ app.command()(cli_plan.plan)
 app.command()(cli_check.check)
 app.command()(cli_check.doctor)
 app.command()(cli_probe.probe)
+app.command()(cli_export.export)
+app.command()(cli_export.verify)
 app.command()(cli_campaign.submit)
 app.command()(cli_campaign.status)
 app.command("list")(cli_campaign.list_campaigns)

@@ -18,6 +18,15 @@ from gatewright.spec.finding import Finding
 
 WRONG_REQUEST = 2
 """Exit code of a command whose request is wrong: nothing to retry."""
+FOR_GOOD = (
+    "the weights were not updated",
+    ": not saved (",
+    "the router is ill",
+    "does not go on as it was saved",
+    "was trained on another",
+)
+"""Words of the trainer's own errors that come again at every start: not a number, a disk that takes nothing, a router
+beyond help, a checkpoint that is not this run's."""
 _ERROR = re.compile(r"^(?:\d+: )?error: (.+)")
 IN_WORDS: Mapping[str, tuple[Outcome, str]] = {
     "TIMEOUT": ("killed", "the time limit ended it before it had saved"),
@@ -64,6 +73,8 @@ def judge_ending(
         return Ending(outcome="saved", reason=progress.stop_detail or asked or "saved")
     if code == WRONG_REQUEST:
         return Ending(outcome="failed", reason=_last_error(log, offset) or "the request is wrong (exit code 2)")
+    if said == "failed" and any(words in progress.stop_detail for words in FOR_GOOD):
+        return Ending(outcome="failed", reason=progress.stop_detail)
     if asked:
         return Ending(outcome="killed", reason=f"{asked}, and it did not save in time")
     return _by_log(stage, life, code=code, log=log, offset=offset)

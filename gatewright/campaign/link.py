@@ -44,9 +44,9 @@ def main() -> None:
     """Runs the link and ends the process with its exit code."""
     signals, began = Signals(), time.time()
     arguments = sys.argv[1:]
-    cut = arguments.index("--")
-    queue, me, link_folder = *here(), arguments[0]
+    cut, link_folder = arguments.index("--"), arguments[0]
     try:
+        queue, me = here()
         code = run_link(
             Link(
                 folder=StageFolder(Path(link_folder).absolute()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gatewright.campaign.slurm import Slurm
+from gatewright.campaign.slurm import QueueRefused, Slurm
 from gatewright.campaign.slurm_read import Job
 
 LOCAL_JOB = "GATEWRIGHT_LOCAL_JOB"
@@ -64,6 +64,8 @@ def here(environ: Mapping[str, str] = os.environ) -> tuple[Queue, Me]:
     """The queue that started this process, and which of its jobs it is."""
     if LOCAL_JOB in environ:
         return NoQueue(), Me(job=environ[LOCAL_JOB], restart=0, nodes=socket.gethostname())
+    if "SLURM_JOB_ID" not in environ:
+        raise QueueRefused("a link is started by sbatch, or by `gatewright submit --local`; this process is no job")
     return Slurm(), Me(
         job=environ["SLURM_JOB_ID"],
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),

@@ -53,14 +53,24 @@ class Output:
         return kind, dtype
 
 
-def convert(folder: Path, out: Path, *, precision: Precision, name: str, tick: Callable[[int, int], None]) -> int:
+def convert(
+    folder: Path,
+    out: Path,
+    *,
+    precision: Precision,
+    name: str,
+    tick: Callable[[int, int], None],
+    chat_template: str | None = None,
+) -> int:
     """Writes the model in `folder` to the file `out`; returns its bytes. `tick(done, total)` is told of bytes.
+
+    `chat_template` replaces the tokenizer's own.
 
     Raises ModelError, before anything is written, for a model or tokenizer that GGUF cannot represent, and for
     weights that are missing or damaged; OSError when the disk refuses.
     """
     config = read_config(folder)
-    vocabulary = read_vocabulary(folder, size=int(config.values["vocab_size"]))
+    vocabulary = read_vocabulary(folder, size=int(config.values["vocab_size"]), chat_template=chat_template)
     shards = open_shards(folder)
     outputs = list(plan_outputs(config, shards))
     partial = out.with_name(out.name + PARTIAL)
@@ -201,9 +211,7 @@ def _architecture(config: Config) -> gguf.MODEL_ARCH:
     return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family.architecture)
 
 
-def _describe(
-    writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, name: str, precision: Precision
-) -> None:
+def _describe(writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, name: str, precision: Precision) -> None:
     """Sets the fields of the file."""
     values, rope = config.values, config.rope
     writer.add_type(gguf.GGUFType.MODEL)

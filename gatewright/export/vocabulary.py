@@ -30,7 +30,7 @@ PRE_TOKENIZERS: Mapping[tuple[str, ...], str] = {
 """What tokenizer.json does to a text before merges, step by step, and llama.cpp's name of it."""
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 NO_SCORE = -1000.0
-"""Of a token that no merge makes. Scores of others are their merge's rank, negative: llama.cpp merges the best first."""
+"""Of a token that no merge makes; others have their merge's rank, negative: llama.cpp merges the best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Vocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def read_vocabulary(folder: Path, *, size: int) -> Vocabulary:
+def read_vocabulary(folder: Path, *, size: int, chat_template: str | None = None) -> Vocabulary:
     """The tokenizer of a model folder, padded to the `size` of the embedding.
 
     Raises ModelError for a tokenizer that llama.cpp does not have, or that has more tokens than the model.
@@ -95,7 +95,7 @@ def read_vocabulary(folder: Path, *, size: int) -> Vocabulary:
     tokens, kinds = _tokens(tokenizer, known, size, pieces=pieces)
     ids = tokenizer("a", add_special_tokens=True).input_ids
     special = {
-        "bos": tokenizer.bos_token_id, "eos": _end(folder, tokenizer),
+        "bos": tokenizer.bos_token_id, "eos": _end(folder, tokenizer, size),
         "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id,
     }  # fmt: skip
     return Vocabulary(
@@ -109,24 +109,26 @@ def read_vocabulary(folder: Path, *, size: int) -> Vocabulary:
         adds_bos=tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id,
         adds_eos=len(ids) > 1 and tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id,
         space_prefix=_space_prefix(content),
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        chat_template=chat_template or (tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None),
     )
 
 
-def _end(folder: Path, tokenizer: PreTrainedTokenizerFast) -> int | None:
+def _end(folder: Path, tokenizer: PreTrainedTokenizerFast, size: int) -> int | None:
     """The token that ends an answer: the tokenizer's own, unless the model's generation_config names others only."""
     file = folder / "generation_config.json"
     ends: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     ends = [ends] if isinstance(ends, int) else ends or []
     own = tokenizer.eos_token_id
-    return own if own in ends or not ends else int(ends[0])
+    known = [end for end in ends if end < size]
+    return own if own in known or not known else int(known[0])
 
 
 def _tokens(
     tokenizer: PreTrainedTokenizerFast, known: Mapping[int, str], size: int, *, pieces: bool
 ) -> tuple[list[str], list[int]]:
     added = tokenizer.added_tokens_decoder
-    tokens, kinds = [], []
+    tokens: list[str] = []
+    kinds: list[int] = []
     for number in range(size):
         token = known.get(number)
         if token is None:

@@ -105,6 +105,7 @@ def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:
 
     Raises ModelError for a mixture of experts whose experts transformers does not run through its experts interface.
     """
+    _refuse_dropout(model.config, source=source)
     experts_llama4.adopt(model)
     experts.install(model)
     per_document.install(model, model.device)
@@ -187,6 +188,16 @@ def check_weights(folder: Path) -> list[str]:
                 f"{folder / shard}: cut off or damaged ({_first_line(error)}); finish the download, or copy it again"
             ) from None
     return shards
+
+
+def _refuse_dropout(config: PretrainedConfig, *, source: str) -> None:
+    values = config.get_text_config().to_dict()
+    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if values.get(key):
+            raise ModelError(
+                f"{source}: config.json has {key} = {values[key]}, and dropout inside attention is not supported; set "
+                "it to 0 there"
+            )
 
 
 def routed_experts(config: PretrainedConfig) -> int:

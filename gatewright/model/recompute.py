@@ -20,7 +20,7 @@ def recompute(model: PreTrainedModel, layers: Literal["none", "selective", "full
         return
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"train.checkpointing: {type(model).__name__} supports none; set it to none")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
             block._gradient_checkpointing_func = _on_the_same_documents(block._gradient_checkpointing_func)

@@ -46,23 +46,26 @@ class Dispatch:
 
     def __call__(self, experts: nn.Module, x_TH: Tensor, weight_Tk: Tensor, rows: Rows) -> Tensor:
         """Output of the layer's experts, [T, H], for rows sorted by the layer's expert numbers."""
+        route, received_GL = self.route(rows)
+        x_RH = _Send.apply(x_TH, rows, route)
+        weight_R = _SendWeights.apply(weight_Tk, rows, route)
+        mine = received_GL.shape[1]
+        expert_R = torch.arange(mine, device=x_TH.device).repeat(self.ranks)
+        expert_R = expert_R.repeat_interleave(received_GL.flatten(), output_size=sum(route.received))
+        ends_L = received_GL.sum(dim=0).cumsum(0).int()
+        local = Rows(torch.argsort(expert_R, stable=True), ends_L, sum(route.received), 1)
+        y_RH = run_experts(experts, x_RH, weight_R[:, None], local)
+        return _Return.apply(y_RH, rows, route)
+
+    def route(self, rows: Rows) -> tuple[Route, Tensor]:
+        """The exchange of these rows, and how many come from each rank for each expert of this one, [ranks, L]."""
         sent_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1)).long()
         sent_GL = sent_E.view(self.ranks, -1)
         received_GL = torch.empty_like(sent_GL)
         dist.all_to_all_single(received_GL, sent_GL, group=self.group)
         # The one point where the layer waits for the device: the sizes of the exchange are host numbers.
         sent, received = torch.stack([sent_GL.sum(dim=1), received_GL.sum(dim=1)]).tolist()
-        route = Route(sent, received, self.group)
-
-        x_RH = _Send.apply(x_TH, rows, route)
-        weight_R = _SendWeights.apply(weight_Tk, rows, route)
-        mine = received_GL.shape[1]
-        expert_R = torch.arange(mine, device=x_TH.device).repeat(self.ranks)
-        expert_R = expert_R.repeat_interleave(received_GL.flatten(), output_size=sum(received))
-        ends_L = received_GL.sum(dim=0).cumsum(0).int()
-        local = Rows(torch.argsort(expert_R, stable=True), ends_L, sum(received), 1)
-        y_RH = run_experts(experts, x_RH, weight_R[:, None], local)
-        return _Return.apply(y_RH, rows, route)
+        return Route(sent, received, self.group), received_GL
 
 
 class _Send(torch.autograd.Function):

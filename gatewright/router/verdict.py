@@ -132,7 +132,7 @@ def _died(guard: Guard, first: RouterHealth, look: RouterHealth, rows: Sequence[
     where = ", ".join(f"{count} in layer {row}" for row, count in zip(rows, died, strict=True) if count)
     return _count_sign(
         "dead", "red", sum(died) >= guard.red_dead,
-        f"{sum(died)} experts have no token that had some at step 0 (limit {guard.red_dead}): {where}",
+        f"{sum(died)} experts that had tokens at step 0 have none (limit {guard.red_dead}): {where}",
     )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ def announcement(event: Event) -> list[str]:
         case DataLoaded():
             return [data_line(event)]
         case GuardActed():
-            return [f"guard     {event.level} at step {event.step}: {event.action} ({event.detail})", *event.reasons]
+            done = f"guard     {event.level} at step {event.step}: {event.action} ({event.detail})"
+            return [done, *(f"            {reason}" for reason in event.reasons)]
         case ModelLoaded():
             return model_lines(event)
         case ResumeProved():
@@ -113,6 +114,8 @@ def step_line(done: StepDone, *, steps: int, eta_s: float, moe_layers: list[int]
     ]
     if done.expert_tokens:
         ratio, row = worst_load(done.expert_tokens)
+        if done.balance_loss is not None:
+            columns.append(f"balance {done.balance_loss:.2f}")
         columns += [f"drop {done.dropped_tokens:,}", f"worst {ratio:.1f}x L{moe_layers[row]}"]
     return "  ".join(columns)
 

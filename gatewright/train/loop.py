@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from gatewright.data.ahead import Ahead
 from gatewright.model.coverage import write_coverage
 from gatewright.model.subset import never_routed_text
 from gatewright.parallel.failure import fail_together
@@ -92,11 +93,12 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 if newest:
                     say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
                 trackers = open_trackers(run, folder) if ranks.first else []
+                ahead = Ahead(trainer.loader)
                 try:
-                    progress = _steps(run, folder, trainer, progress, stop, log=log, say=say, trackers=trackers)
+                    progress = _steps(run, folder, trainer, ahead, progress, stop, log=log, say=say, trackers=trackers)
                 finally:
-                    for tracker in trackers:
-                        tracker.close()
+                    for closing in (ahead, *trackers):
+                        closing.close()
                 step_reached = progress.step
         except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -123,6 +125,7 @@ def _steps(
     run: Run,
     folder: Path,
     trainer: Trainer,
+    ahead: Ahead,
     progress: Progress,
     stop: StopRequest,
     *,
@@ -145,7 +148,7 @@ def _steps(
     while progress.step < trainer.steps and not stop.poll():
         index, began, random = progress.step, time.perf_counter(), rng_state(trainer.device)
         trainer.ranks.mark(index + 1)
-        batches = [on_device(batch, trainer.ranks) for batch in trainer.loader.step(index + progress.skipped_steps)]
+        batches = [on_device(batch, trainer.ranks) for batch in ahead.step(index + progress.skipped_steps)]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=run.train)
         router_scale = trainer.router.lr_scale if trainer.router else 0.0

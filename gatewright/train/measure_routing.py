@@ -27,8 +27,8 @@ def measure_run(
     trainer = set_up(run, log=log)
     if not trainer.moe_layers:
         raise ModelError(f"{run.model.path}: a dense model; it has no router to measure")
-    if trained and run.method.adapter is not None:
-        load_adapter(trainer.model, run.method.adapter, run.folder / "adapter", base=run.model.path)
+    if trained and run.adapter is not None:
+        load_adapter(trainer.model, run.adapter, run.folder / "adapter", base=run.model.path)
     view = trainer.loader.view
     chosen = np.random.default_rng(run.train.seed).permutation(len(view))[:documents]
     record = record_routing(

@@ -22,6 +22,7 @@ from gatewright.model.coverage import Coverage, by_role, coverage
 from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
+from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
@@ -230,7 +231,7 @@ def _prepare_model(
             moe_layers=sorted(experts),
             experts=max((module.num_experts for module in experts.values()), default=0),
             top_k=config.get("num_experts_per_tok") or config.get("moe_topk") or 0,
-            attention=f"{kernel.name} ({kernel.reason})",
+            attention="; ".join([f"{kernel.name} ({kernel.reason})", *describe(model, device)]),
             experts_kernel="grouped_mm" if experts else "none",
             coverage=by_role(covered),
         )

@@ -14,6 +14,7 @@ from gatewright import __version__
 from gatewright.cli import EXTRAS, app
 
 VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", "check", "doctor", "probe"} | {
+    *("export", "verify"),
     *("submit", "status", "list", "logs", "cancel", "cluster show"),
     "data schedule",
     *("router measure", "router capacity", "router placement"),
@@ -21,7 +22,7 @@ VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", 
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""
 
 
-KNOWN_AS = {"yaml": "pyyaml", "pydantic_core": "pydantic", "PIL": "pillow"}
+KNOWN_AS = {"yaml": "pyyaml", "pydantic_core": "pydantic", "PIL": "pillow", "llama_cpp": "llama-cpp-python"}
 """Packages whose distribution has another name."""
 
 
@@ -96,4 +97,6 @@ def test_every_package_that_an_extra_brings_has_a_sentence_when_it_is_missing() 
         assert KNOWN_AS.get(package, package) in names, (package, extra)
     for extra in ("train", "quantize", "export", "synth"):
         for line in extras[extra]:
-            assert EXTRAS[re.match(r"[\w-]+", line)[0].replace("-", "_")] == extra
+            package = re.match(r"[\w-]+", line)[0]
+            module = next((name for name, known in KNOWN_AS.items() if known == package), package.replace("-", "_"))
+            assert EXTRAS[module] == extra

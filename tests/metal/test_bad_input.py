@@ -139,6 +139,14 @@ def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
     assert any(wanted in str(event["text"]) for event in tiny.events(run, "finding"))
 
 
+def test_dropout_inside_attention_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    run = tiny.make_run(tmp_path, "llama")
+    config = Path(run.model.path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
+    with pytest.raises(UserError, match=r"attention_dropout = 0\.1"):
+        loop.train(run, console=Console(quiet=True))
+
+
 def test_the_command_line_shows_no_traceback(tmp_path: Path) -> None:
     run = tiny.make_run(tmp_path, "qwen3_moe")
     (tmp_path / "run.yaml").write_text(dump_run(run))

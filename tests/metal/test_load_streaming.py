@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from families import FAMILIES, SIZES
 from fp8_made import LARGEST, save_fp8, stated
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrainedModel
+from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
 from gatewright.model.attention import choose_kernel
 from gatewright.model.load import load_model
@@ -191,3 +193,18 @@ def test_mxfp4_experts_are_read_as_gpt_oss_is_published(tmp_path: Path) -> None:
         assert torch.equal(weight, other), name
     with pytest.raises(ModelError, match="holds mxfp4; set nf4"):
         load(folder, "fp8")
+
+
+def test_the_text_model_of_a_larger_one_is_loaded(tmp_path: Path) -> None:
+    text = AutoConfig.for_model("qwen3_5_moe_text", **SIZES | FAMILIES["qwen3_5_moe"].config)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    both = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision))
+    both.float().save_pretrained(tmp_path)
+    small, plain = load(tmp_path, "nf4"), dict(load(tmp_path, "none").named_parameters())
+    assert len(quantized_names(small)) == 19
+    for name, weight in small.named_parameters():
+        if isinstance(weight, QuantizedWeight):
+            assert (weight.dense(torch.float32) - plain[name]).norm() / plain[name].norm() < 0.12, name
+        else:
+            assert torch.equal(weight, plain[name]), name

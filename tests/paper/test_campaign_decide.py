@@ -1,15 +1,17 @@
 """What a link does next, from the records alone: the state machine of a chain, case by case."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gatewright.campaign.clock import end_here
 from gatewright.campaign.decide import ELSEWHERE, Go, Halt, next_step, retry_of
-from gatewright.campaign.ending import ending_of_killed
+from gatewright.campaign.ending import ending_of_killed, judge_ending
+from gatewright.campaign.progress import RunProgress
 from gatewright.campaign.slurm_read import Job
 from gatewright.doctor.table import CAUSES
-from gatewright.spec.campaign import Life, Outcome
+from gatewright.spec.campaign import Life, Outcome, Resources, Stage
 
 
 def life(number: int, outcome: Outcome | None, *, before: int | None = None, after: int | None = None) -> Life:
@@ -89,6 +91,35 @@ def test_the_run_files_limit_counts_where_it_is_the_shorter_one_or_the_queue_is_
     assert end_here(began=1002.0, start=1000.0, end=1060.0, limit_s=6).time == 1008.0
     silent = end_here(began=1002.0, start=None, end=None, limit_s=600)
     assert silent.time == 1602.0 and "did not say" in silent.note
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "detail", "outcome"),
+    [
+        (0, "finished", "", "done"),
+        (1, "finished", "", "done"),  # torchrun, or srun, says otherwise: the run knows better
+        (0, None, "", "crashed"),  # srun returns 0 when the node failed under it
+        (85, "interrupted", "time limit in 40 s", "saved"),
+        (1, "interrupted", "SIGTERM", "saved"),  # torchrun returns 1 whatever its workers say
+        (3, "hopeless", "", "hopeless"),
+        (1, "failed", "step 12: loss nan, gradient norm nan; the weights were not updated. The step's", "failed"),
+        (1, "failed", "runs/a/checkpoints/step-00000050: not saved (No space left on device); 0.00 GiB", "failed"),
+        (1, "failed", "rank 3: lost contact", "crashed"),
+        (2, None, "", "failed"),
+    ],
+)
+def test_the_word_of_a_run_comes_before_the_exit_code_of_its_launcher(
+    code: int, said: str | None, detail: str, outcome: str, tmp_path: Path
+) -> None:
+    stage = Stage(
+        name="train", job_name="a", needs=(), links=3, resources=Resources(), usd_per_gpu_hour=None, config="",
+        folder=str(tmp_path), run_file="run.yaml",
+    )  # fmt: skip
+    progress = RunProgress(stop_reason=said, stop_detail=detail)
+    ending = judge_ending(
+        stage, life(1, None), code=code, asked="", progress=progress, log=None, offset=0, where=tmp_path
+    )
+    assert ending.outcome == outcome
 
 
 def test_a_killed_life_is_read_from_its_steps_before_its_job() -> None:

@@ -20,7 +20,7 @@ def look(log: Restarted, step: int, *, kl: float, dead: int = 0) -> dict[str, An
 
 
 def rolled_back(log: Restarted) -> Events:
-    reasons = ["3 experts have no token that had some at step 0 (limit 1): 3 in layer 2"]
+    reasons = ["3 experts that had tokens at step 0 have none (limit 1): 3 in layer 2"]
     return [
         *log.first[:6],
         look(log, 0, kl=0.0),
@@ -61,7 +61,7 @@ def test_text_and_page_tell_the_same(tmp_path: Path) -> None:
     ):
         assert words in text
     page = render_html(report)
-    for words in ("Distance from step 0", "Starved experts", "90.0 %", "3 experts have no token"):
+    for words in ("Distance from step 0", "Starved experts", "90.0 %", "3 experts that had tokens"):
         assert words in page
 
 

@@ -86,7 +86,7 @@ def test_two_signs_that_take_turns_are_no_alarm() -> None:
 def test_the_worst_sign_gives_the_level_and_comes_first() -> None:
     said = verdict(*COLLAPSE[-2:])
     assert said.level == "red"
-    assert said.reasons[0] == "5 experts have no token that had some at step 0 (limit 1): 5 in layer 3"
+    assert said.reasons[0] == "5 experts that had tokens at step 0 have none (limit 1): 5 in layer 3"
     assert any(reason.startswith("KL of the routing from step 0 is 1.68 nats (limit 0.3)") for reason in said.reasons)
     assert "12 of 64 experts starve, at step 0 0 (limit 3 more)" in said.reasons
 
