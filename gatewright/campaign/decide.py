@@ -49,11 +49,14 @@ def next_step(past: Sequence[Life], *, links: int) -> Go | Halt:
 
 
 def _trailing_idle(worked: Sequence[Life]) -> list[Life]:
+    """The last lives in a row that left no newer checkpoint; one saved after a life's record was closed counts too."""
     idle: list[Life] = []
+    found_later: int | None = None
     for life in reversed(worked):
-        if life.progressed:
+        if life.progressed or (found_later or 0) > (life.checkpoint_before or 0):
             break
         idle.insert(0, life)
+        found_later = life.checkpoint_before
     return idle
 
 

@@ -4,6 +4,7 @@ The file is laid out first, from the shapes in the safetensors' headers, then fi
 and renamed when it is whole and on disk. Tensors come out as llama.cpp's own converter writes them, to the byte.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -89,7 +90,19 @@ def open_shards(folder: Path) -> Shards:
 def write_outputs(
     writer: GGUFWriter, outputs: list[Output], precision: Precision, tick: Callable[[int, int], None]
 ) -> None:
-    """Writes a file whose fields are set: layout, then data, then fsync."""
+    """Writes a file whose fields are set: layout, then data, then fsync. What cannot be finished is removed."""
+    try:
+        _write(writer, outputs, precision, tick)
+    except BaseException:
+        for file in writer.fout or []:
+            with contextlib.suppress(OSError):  # what is still in its buffer finds no room either
+                file.close()
+        if writer.path is not None:
+            writer.path.unlink(missing_ok=True)
+        raise
+
+
+def _write(writer: GGUFWriter, outputs: list[Output], precision: Precision, tick: Callable[[int, int], None]) -> None:
     sizes = []
     for output in outputs:
         kind, dtype = output.stored(precision)

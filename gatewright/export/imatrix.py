@@ -53,7 +53,7 @@ class Importance:
     def _linear(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].reshape(-1, inputs[0].shape[-1])
-            self._add(name, x.double().square().sum(0), torch.tensor(len(x)))
+            self._add(name, x.square().sum(0, dtype=torch.float64), torch.tensor(len(x)))
 
         return hook
 
@@ -66,12 +66,12 @@ class Importance:
             rows_E = torch.bincount(index_Tk.reshape(-1), minlength=experts.num_experts)
             for expert in range(experts.num_experts):
                 x_SH = x_TH[(index_Tk == expert).any(dim=-1)]
-                into_EH[expert] = x_SH.double().square().sum(0)
+                into_EH[expert] = x_SH.square().sum(0, dtype=torch.float64)
                 up_SI = x_SH @ weight[expert] if experts.is_transposed else F.linear(x_SH, weight[expert])
                 if experts.has_bias:
                     up_SI = up_SI + (experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)[expert]
                 inner_SI = experts._apply_gate(up_SI) if experts.has_gate else experts.act_fn(up_SI)
-                within.append(inner_SI.double().square().sum(0))
+                within.append(inner_SI.square().sum(0, dtype=torch.float64))
             self._add(f"{name}.up", into_EH, rows_E)
             self._add(f"{name}.down", torch.stack(within), rows_E)
 

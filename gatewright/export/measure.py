@@ -19,7 +19,7 @@ from gatewright.export.reference import Reference
 from gatewright.spec.errors import ModelError
 
 EXACT_KL = 5e-5
-"""Median KL that a file in 16 or 32 bits stays below. Right conversions measure 1.5e-5 at most, wrong ones 4e-4."""
+"""Median KL that a file in f16 or f32 stays below. Right conversions measure 1.5e-5 at most, wrong ones 4e-4."""
 WORSE = 2.0
 """A quantised model's KL over that of the base model in the same type, at most."""
 SMALL_KL = {"kl_median": EXACT_KL, "kl_p99": 1e-2}
@@ -131,7 +131,7 @@ def measure(
 
 
 def gates(figures: Figures, *, exact: bool, base: Figures | None) -> list[Gate]:
-    """What a file must do: an `exact` one (16 or 32 bits) be the model, a quantised one lose no more than its base.
+    """What a file must do: an `exact` one (f16 or f32) be the model, any other lose no more than its base.
 
     Medians and the 99th percentile are judged, never the largest value: where two experts tie in the router, rounding
     decides between them, and a few tokens of a sound file are far off.

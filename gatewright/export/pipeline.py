@@ -262,7 +262,7 @@ class _Export:
 
     def _built(self, side: str, folder: Path, recipe: Recipe, identity: Mapping[str, Any]) -> tuple[Path, Result]:
         """The GGUF file of a recipe, among the intermediate files, and what quantising it met."""
-        if recipe.exact:
+        if recipe.converted:
             return self._converted(side, folder, recipe.level, identity), {}
         source = self._converted(side, folder, SOURCE_OF_QUANTISED, identity)
         matrix_file = self.work / f"{side}.importance.npz"

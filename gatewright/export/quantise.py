@@ -57,8 +57,14 @@ class Recipe:
     """(regular expression over GGUF's tensor names, type)."""
 
     @property
-    def exact(self) -> bool:
+    def converted(self) -> bool:
+        """Whether the converter writes it, without a quantiser."""
         return self.level in EXACT
+
+    @property
+    def exact(self) -> bool:
+        """Whether the file must be the model: 8 bits of mantissa, as in bf16, are too few for that."""
+        return self.level in ("f32", "f16")
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ both are answered here:
   experts. An integer could decide a shape: reading one stays an error.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gatewright.model.quantized import QuantizedWeight
+
 aten = torch.ops.aten
+WRAPPERS = (DTensor, AsyncCollectiveTensor, QuantizedWeight)
+"""Tensors without storage of their own: an operation on one is left to it, and what it does inside is seen."""
 
 
 class _Values(TorchDispatchMode):
@@ -29,6 +36,8 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, WRAPPERS) for kind in types):
+            return NotImplemented
         kwargs = kwargs or {}
         if not types and any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():  # no fake tensor among them, so these are real
@@ -69,7 +78,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Inside the block new tensors are fake; real ones made outside stay real among themselves."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Values():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Values(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP compares two
         yield mode
 
 
@@ -80,9 +90,22 @@ def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     """
     cpu, known = torch.device("cpu"), {}
 
+    def plain(tensor: Tensor) -> Tensor:
+        return mode.fake_tensor_converter.from_meta_and_device(mode, tensor, cpu)
+
+    def copied(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return DTensor.from_local(
+                plain(tensor.to_local().detach()), tensor.device_mesh, tensor.placements,
+                run_check=False, shape=tensor.shape, stride=tensor.stride(),
+            )  # fmt: skip
+        if isinstance(tensor, QuantizedWeight):
+            return tensor.rebuild(plain, tensor.dtype)
+        return plain(tensor.data)
+
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            known[id(tensor)] = mode.fake_tensor_converter.from_meta_and_device(mode, tensor.data, cpu)
+            known[id(tensor)] = copied(tensor)
             if isinstance(tensor, nn.Parameter):
                 known[id(tensor)] = nn.Parameter(known[id(tensor)], requires_grad=tensor.requires_grad)
         return known[id(tensor)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gatewright.data.batch import IGNORED, Batch
@@ -14,16 +15,21 @@ from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config
 from gatewright.model.recompute import recompute
-from gatewright.parallel.apply import spread_gradients
-from gatewright.parallel.ranks import alone
+from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.layout import Layout
+from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
-from gatewright.probe.rehearsal_observe import first_line, observe
+from gatewright.probe.fake_ranks import assume_routing, first_of
+from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
-from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Run
 from gatewright.train.optim import build_optimizer, trainable
 from gatewright.train.step import train_step
+
+ONE = Layout()
 
 
 def rehearse(
@@ -32,14 +38,17 @@ def rehearse(
     lengths: Sequence[int],
     config: PretrainedConfig | None = None,
     micro_batches: int = 1,
+    layout: Layout = ONE,
+    expert_load: float = 1.0,
     attention_kernel: Stand = "flash",
     full_depth: bool = False,
 ) -> Rehearsal:
-    """Peak bytes of the run's step on one GPU, from the model's config alone: no weights, no data, no GPU.
+    """Peak bytes of the run's step on the first rank of `layout`, from the model's config: no weights, data or GPU.
 
     `lengths`: tokens of each document in the micro-batch. `config` replaces that of run.model.path, a folder of which
     only config.json is read. `micro_batches`: from 2 on, gradients are there while a forward pass runs. Deep models run
-    at two depths unless `full_depth`.
+    at two depths unless `full_depth`. `expert_load`: with expert parallelism, the rows that this rank's experts receive
+    over those that they would in perfect balance; fake tensors have no routing to tell it.
 
     Raises RunFileError for lengths or settings that cannot be rehearsed, ModelError for an architecture that cannot be
     built, trained on packed documents, or run on shapes alone.
@@ -60,16 +69,21 @@ def rehearse(
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
     batches = [packed_batch(lengths)] * micro_batches
-    return observe(
-        lambda: build(deepcopy(config), run, kernel),
-        lambda model, live: take_steps(model, run, batches, live),
-        model=run.model.path,
-        trainer="gatewright",
-        lengths=tuple(lengths),
-        attention=kernel.name,
-        multiple=2 if run.train.checkpointing == "selective" else 1,
-        full_depth=full_depth,
-    )
+    with first_of(layout) as ranks:
+        return observe(
+            lambda: build(deepcopy(config), run, kernel, ranks, expert_load=expert_load),
+            lambda model, live: take_steps(model, run, batches, live, ranks),
+            model=run.model.path,
+            trainer="gatewright",
+            lengths=tuple(lengths),
+            layout=layout.describe(),
+            expert_load=expert_load if layout.ep > 1 else None,
+            attention=kernel.name,
+            spread=lambda model: dict.fromkeys(divided_stacks(model, ranks), layout.ep),
+            reach=2 if layout.dense == "zero3" else 0,
+            multiple=2 if run.train.checkpointing == "selective" else 1,
+            full_depth=full_depth,
+        )
 
 
 def refuse_what_fakes_cannot(run: Run) -> None:
@@ -114,8 +128,10 @@ def packed_batch(lengths: Sequence[int]) -> Batch:
     )
 
 
-def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTrainedModel:
-    """The run's model as set_up builds it, from the config instead of the weights."""
+def build(
+    config: PretrainedConfig, run: Run, kernel: attention.Kernel, ranks: Ranks, *, expert_load: float = 1.0
+) -> PreTrainedModel:
+    """The run's model as set_up builds it on this rank, from the config instead of the weights."""
     attention.install(kernel)
     model = AutoModelForCausalLM.from_config(
         config,
@@ -123,7 +139,13 @@ def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTr
         attn_implementation=attention.NAME,
         trust_remote_code=run.model.trust_remote_code,
     )
+    if (divide := divider(ranks)) is not None:
+        divide(model)
+        model.tie_weights()  # as the loader does after it
     put_seams(model, source=run.model.path)
+    settle(model, ranks)
+    if ranks.layout.ep > 1:
+        assume_routing(model, load=expert_load)
     adapter = run.method.adapter
     if adapter:
         add_adapters(model, adapter, seed=run.train.seed)
@@ -133,14 +155,21 @@ def build(config: PretrainedConfig, run: Run, kernel: attention.Kernel) -> PreTr
     return model
 
 
-def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes) -> None:
+def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes, ranks: Ranks) -> Held:
     """Two optimizer steps; the first brings the optimizer's state into being."""
     parameters = trainable(model)
-    gradients = spread_gradients(model, parameters, alone(torch.device("cpu")))
-    optimizer = build_optimizer(parameters, run.train)
+    with _disable_current_modes():  # who updates what is arithmetic on real numbers
+        gradients = spread_gradients(model, parameters, ranks)
+    optimizer = build_optimizer(gradients.owned, run.train, weights=parameters)
     for _ in range(2):
         live.begin_step()
         train_step(
             model, head_of(model), optimizer, gradients, batches,
             lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
         )  # fmt: skip
+    return held_after(
+        model,
+        trained=[share.weight for share in gradients.shares.values()],
+        owned=gradients.owned.values(),
+        optimizer=optimizer,
+    )

@@ -39,11 +39,13 @@ def signatures(model: PreTrainedModel) -> list[Hashable]:
     ]
 
 
-def choose_depths(blocks: Sequence[Hashable], *, multiple: int = 1) -> tuple[int, ...]:
+def choose_depths(blocks: Sequence[Hashable], *, multiple: int = 1, reach: int = 0) -> tuple[int, ...]:
     """Two depths that differ by whole repetitions of the pattern and begin and end like the full stack.
 
-    `multiple`: repetitions that something outside the blocks has, such as checkpointing of every second one. Returns
-    the full depth alone where two shallow models would save nothing.
+    `multiple`: repetitions that something outside the blocks has, such as checkpointing of every second one.
+    `reach`: neighbours on either side whose bytes are alive with a block's own: where FSDP gathers ahead and reduces
+    behind, a block beside the end of a shallow stack is not like one in the middle. Returns the full depth alone where
+    two shallow models would save nothing.
     """
     layers = len(blocks)
     best: tuple[int, ...] = (layers,)
@@ -52,7 +54,8 @@ def choose_depths(blocks: Sequence[Hashable], *, multiple: int = 1) -> tuple[int
         while prefix and blocks[prefix - 1] == blocks[prefix - 1 + period]:
             prefix -= 1
         step = max(2, math.lcm(period, multiple))
-        first = prefix + step + (layers - prefix) % step
+        least = prefix + max(step, 2 * reach)
+        first = least + (layers - least) % step
         if first + step < best[-1]:
             best = (first, first + step)
     return best
@@ -64,14 +67,17 @@ def cut(model: PreTrainedModel, depth: int) -> None:
     model.config.get_text_config().num_hidden_layers = depth
 
 
-def extend(shallow: Peaks, deep: Peaks, *, depths: tuple[int, int], blocks: Sequence[Hashable]) -> Peaks:
+def extend(
+    shallow: Peaks, deep: Peaks, *, depths: tuple[int, int], blocks: Sequence[Hashable], reach: int = 0
+) -> Peaks:
     """Peaks of the full stack `blocks` from those of its first depths[0] and its first depths[1] blocks."""
     step = depths[1] - depths[0]
     times = (len(blocks) - depths[0]) / step
     found: Peaks = {}
     for (phase, block), peak in shallow.items():
-        found[phase, block] = _line(peak, deep[phase, block], times=times)
-        if block >= 0 and blocks[block] == blocks[block + step]:  # the same distance from the end
+        if block < depths[0] - reach:
+            found[phase, block] = _line(peak, deep[phase, block], times=times)
+        if block >= reach and block >= 0 and blocks[block] == blocks[block + step]:  # the same distance from the end
             from_end = block + len(blocks) - depths[0]
             found[phase, from_end] = _line(peak, deep[phase, block + step], times=times)
     return found

@@ -3,22 +3,25 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gatewright.probe.fake import fake_tensors, make_fake
-from gatewright.probe.fake_memory import LiveBytes
+from gatewright.probe.fake_memory import LiveBytes, held_tensors
 from gatewright.probe.rehearsal_depth import Peaks, choose_depths, cut, decoder_blocks, extend, line, signatures
 from gatewright.spec.errors import GatewrightError, ModelError
-from gatewright.spec.rehearsal import PHASES, PhaseName, PhasePeak, Rehearsal
+from gatewright.spec.rehearsal import PHASES, Held, PhaseName, PhasePeak, Rehearsal
 
 Build = Callable[[], PreTrainedModel]
 """A model ready to train, adapters included; called with the meta device in force."""
-Steps = Callable[[PreTrainedModel, LiveBytes], None]
-"""Trains the model for a few steps; LiveBytes.begin_step marks each beginning."""
+Steps = Callable[[PreTrainedModel, LiveBytes], Held]
+"""Trains the model for a few steps and tells what is held after them; LiveBytes.begin_step marks each beginning."""
+Spread = Callable[[PreTrainedModel], Mapping[str, int]]
+"""Names of parameters of which this rank holds a part that does not know it -> parts there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class Observed:
 
     peaks: Peaks
     resident_bytes: int
+    held: Held
     parameters: int
     trainable_parameters: int
 
@@ -39,20 +43,24 @@ def observe(
     trainer: str,
     lengths: tuple[int, ...],
     attention: str,
+    layout: str = "1 rank",
+    expert_load: float | None = None,
+    spread: Spread = lambda model: {},
     multiple: int = 1,
+    reach: int = 0,
     full_depth: bool = False,
 ) -> Rehearsal:
     """Raises ModelError when the model cannot be built, or its step needs a value that fake tensors do not have.
 
-    `multiple`: layers after which something outside the blocks repeats (see choose_depths).
+    `multiple`: layers after which something outside the blocks repeats (see choose_depths, also for `reach`).
     """
     began = time.perf_counter()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints what we raise
     try:
         with torch.device("meta"):
             blocks = signatures(build())
-        depths = (len(blocks),) if full_depth else choose_depths(blocks, multiple=multiple)
-        runs = [observe_depth(build, steps, depth) for depth in depths]
+        depths = (len(blocks),) if full_depth else choose_depths(blocks, multiple=multiple, reach=reach)
+        runs = [observe_depth(build, steps, depth, spread=spread) for depth in depths]
     except GatewrightError:
         raise
     except Exception as error:  # whatever an architecture of transformers may raise
@@ -60,51 +68,79 @@ def observe(
             f"{model}: cannot be rehearsed: {type(error).__name__}: {first_line(error)}; plan it without rehearsal, "
             "and expect the trainer to meet the same on packed documents"
         ) from error
-    whole = runs[0] if len(runs) == 1 else _extended(runs[0], runs[1], depths=(depths[0], depths[1]), blocks=blocks)
+    whole = runs[0]
+    if len(runs) == 2:
+        whole = _extended(runs[0], runs[1], depths=(depths[0], depths[1]), blocks=blocks, reach=reach)
     return Rehearsal(
         model=model,
         trainer=trainer,
         parameters=whole.parameters,
         trainable_parameters=whole.trainable_parameters,
         lengths=lengths,
+        layout=layout,
+        expert_load=expert_load,
         attention=attention,
         layers=len(blocks),
         depths=depths,
         phases=tuple(_highest(whole.peaks, phase) for phase in PHASES),
         resident_bytes=whole.resident_bytes,
+        held=whole.held,
         seconds=time.perf_counter() - began,
     )
 
 
-def observe_depth(build: Build, steps: Steps, depth: int) -> Observed:
+def observe_depth(build: Build, steps: Steps, depth: int, *, spread: Spread = lambda model: {}) -> Observed:
     """The steps of the model's first `depth` layers, on fake tensors."""
     with torch.device("meta"):
         model = build()
         cut(model, depth)
     with fake_tensors() as mode:
         make_fake(model, mode)
-        return observe_model(model, steps)
+        return observe_model(model, steps, spread=spread)
 
 
-def observe_model(model: PreTrainedModel, steps: Steps) -> Observed:
+def observe_model(model: PreTrainedModel, steps: Steps, *, spread: Spread = lambda model: {}) -> Observed:
     """The steps of a model as it stands, on fake or on real tensors."""
     gc.collect()  # what an earlier model left behind must not be freed while this one is counted
     with LiveBytes() as live:
         live.watch(model, decoder_blocks(model))
-        steps(model, live)
+        held = steps(model, live)
+    parts = spread(model)
+    sizes = [(p.numel() * parts.get(name, 1), p.requires_grad) for name, p in model.named_parameters()]
     return Observed(
         peaks=live.peaks,
         resident_bytes=live.resident_bytes,
-        parameters=sum(p.numel() for p in model.parameters()),
-        trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        held=held,
+        parameters=sum(size for size, _ in sizes),
+        trainable_parameters=sum(size for size, trains in sizes if trains),
     )
 
 
-def _extended(shallow: Observed, deep: Observed, *, depths: tuple[int, int], blocks: list[Hashable]) -> Observed:
+def held_after(
+    model: PreTrainedModel, *, trained: Iterable[Tensor], owned: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> Held:
+    """`trained`: weights as the model holds them; `owned`: the tensors of them that the optimizer updates."""
+    known, owned = set(map(id, trained)), list(owned)
+    sizes = [(id(p) in known, sum(part.nbytes for part in held_tensors(p))) for p in model.parameters()]
+    states = [state for p in owned for state in optimizer.state[p].values() if isinstance(state, Tensor)]
+    return Held(
+        frozen=sum(size for trains, size in sizes if not trains),
+        weights=sum(size for trains, size in sizes if trains),
+        gradients=sum(p.grad.nbytes for p in owned if p.grad is not None),
+        optimizer=sum(state.nbytes for state in states if state.dim()),
+    )
+
+
+def _extended(
+    shallow: Observed, deep: Observed, *, depths: tuple[int, int], blocks: list[Hashable], reach: int
+) -> Observed:
     times = (len(blocks) - depths[0]) / (depths[1] - depths[0])
     return Observed(
-        peaks=extend(shallow.peaks, deep.peaks, depths=depths, blocks=blocks),
+        peaks=extend(shallow.peaks, deep.peaks, depths=depths, blocks=blocks, reach=reach),
         resident_bytes=line(shallow.resident_bytes, deep.resident_bytes, times=times),
+        held=Held(
+            **{key: line(value, asdict(deep.held)[key], times=times) for key, value in asdict(shallow.held).items()}
+        ),
         parameters=line(shallow.parameters, deep.parameters, times=times),
         trainable_parameters=line(shallow.trainable_parameters, deep.trainable_parameters, times=times),
     )

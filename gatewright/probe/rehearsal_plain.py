@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from gatewright.model.head import head_of
 from gatewright.probe.fake_attention import FlashMemory
 from gatewright.probe.fake_memory import LiveBytes
-from gatewright.probe.rehearsal_observe import observe
+from gatewright.probe.rehearsal_observe import held_after, observe
 from gatewright.spec.errors import RunFileError
-from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.train.loss import token_loss_sum
 
 ATTENTION = "memory_only"  # a name with "flash" in it makes transformers look for a kernel package
@@ -68,7 +68,7 @@ def _build(config: PretrainedConfig, step: PlainStep) -> PreTrainedModel:
     return model
 
 
-def _take_steps(model: PreTrainedModel, step: PlainStep, input_ids: Tensor, live: LiveBytes) -> None:
+def _take_steps(model: PreTrainedModel, step: PlainStep, input_ids: Tensor, live: LiveBytes) -> Held:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=step.foreach, fused=not step.foreach)
     compute_loss = _LOSSES[step.loss]
@@ -79,6 +79,7 @@ def _take_steps(model: PreTrainedModel, step: PlainStep, input_ids: Tensor, live
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    return held_after(model, trained=trained, owned=trained, optimizer=optimizer)
 
 
 def _loss(model: PreTrainedModel, input_ids: Tensor) -> Tensor:

@@ -8,6 +8,17 @@ PHASES: tuple[PhaseName, ...] = ("load", "forward", "loss", "backward", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes of tensors that a rank holds after a step; not rounded as an allocator does."""
+
+    frozen: int
+    weights: int
+    """Of what trains, adapters included."""
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
     """The fullest moment of one phase."""
 
@@ -34,6 +45,10 @@ class Rehearsal:
     trainable_parameters: int
     lengths: tuple[int, ...]
     """Tokens of each document of the micro-batch."""
+    layout: str = "1 rank"
+    """How the model is laid out over ranks, of which this is the first."""
+    expert_load: float | None = None
+    """Rows this rank's experts are assumed to receive, over those they would in perfect balance; None: all are here."""
     attention: str
     layers: int
     depths: tuple[int, ...]
@@ -41,6 +56,7 @@ class Rehearsal:
     phases: tuple[PhasePeak, ...]
     resident_bytes: int
     """Alive between two steps."""
+    held: Held
     seconds: float
     """What the rehearsal itself took."""
 

@@ -9,18 +9,21 @@ from tiny import config, save_model
 from torch import Tensor
 
 from gatewright.model import attention, expert_lora
+from gatewright.parallel.layout import Layout
+from gatewright.parallel.ranks import alone
 from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
 from gatewright.probe.rehearsal_depth import choose_depths
 from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_model
 from gatewright.probe.rehearsal_plain import PlainStep, rehearse_plain
 from gatewright.probe.rehearsal_text import render
 from gatewright.spec.errors import ModelError, RunFileError
-from gatewright.spec.rehearsal import Rehearsal
+from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Run
 
 CATALOGUE = Path(__file__).parents[2] / "gatewright" / "catalog" / "models"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 CPU = attention.Kernel("sdpa per document", "the test compares with this machine", attention.attend_each_document)
+ONE = alone(torch.device("cpu"))
 CUBLAS = 2 * 8_519_680
 """Default workspace of cuBLAS before Hopper, once for each of the two threads (torch's CUBLAS_WORKSPACE_CONFIG)."""
 
@@ -64,10 +67,10 @@ def test_fake_tensors_count_what_real_ones_do_to_the_byte(
     run, batches = make_run(targets, checkpointing=checkpointing), [packed_batch([50, 70, 33])]
 
     def make() -> torch.nn.Module:
-        return build(config(kind), run, CPU)
+        return build(config(kind), run, CPU, ONE)
 
-    def steps(model: torch.nn.Module, live: object) -> None:
-        take_steps(model, run, batches, live)
+    def steps(model: torch.nn.Module, live: object) -> Held:
+        return take_steps(model, run, batches, live, ONE)
 
     fake = observe_depth(make, steps, 3)
     torch.manual_seed(0)
@@ -96,7 +99,33 @@ def test_two_depths_give_the_full_one(kind: str, targets: list[str], checkpointi
     assert (short.parameters, short.trainable_parameters) == (full.parameters, full.trainable_parameters)
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets", "checkpointing", "layout", "depths"),
+    [
+        ("llama", None, "full", Layout(ranks=2, dense="zero3"), (5, 7)),
+        ("qwen3_moe", ["attention", "experts"], "none", Layout(ranks=2, ep=2), (3, 5)),
+        ("qwen3_moe", None, "selective", Layout(ranks=4, ep=2, dense="zero3"), (5, 7)),
+    ],
+)
+def test_two_depths_give_the_full_one_on_one_rank_of_many(
+    kind: str, targets: list[str], checkpointing: str, layout: Layout, depths: tuple
+) -> None:
+    """To the byte: FSDP gathers ahead and reduces behind, so what neighbours hold must be there at both ends."""
+    run, shape = make_run(targets, checkpointing=checkpointing), config(kind, num_hidden_layers=9)
+    short = rehearse(run, lengths=[64, 100], config=shape, layout=layout)
+    full = rehearse(run, lengths=[64, 100], config=shape, layout=layout, full_depth=True)
+    assert (short.depths, full.depths) == (depths, (9,))
+    assert phases(short) == pytest.approx(phases(full), rel=1e-3)
+    assert {p.phase: p.block for p in short.phases} == {p.phase: p.block for p in full.phases}
+    assert (short.resident_bytes, short.held) == (full.resident_bytes, full.held)
+    assert (short.parameters, short.trainable_parameters) == (full.parameters, full.trainable_parameters)
+    alone_ = rehearse(run, lengths=[64, 100], config=shape)
+    assert (short.parameters, short.trainable_parameters) == (alone_.parameters, alone_.trainable_parameters)
+
+
 def test_depths_follow_the_pattern_of_the_layers() -> None:
+    assert choose_depths("a" * 32, reach=2) == (4, 6)
+    assert choose_depths("ddd" + "m" * 58, reach=2) == (7, 9)
     assert choose_depths("a" * 32) == (2, 4)
     assert choose_depths("a" * 33) == (3, 5)
     assert choose_depths("ddd" + "m" * 58) == (5, 7)

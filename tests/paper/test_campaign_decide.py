@@ -37,6 +37,8 @@ def test_two_links_without_a_newer_checkpoint_halt_the_chain() -> None:
     assert step.reason.startswith("2 links in a row ended without a newer checkpoint (job 2: reason 2; job 3: reason 3")
     assert isinstance(next_step(past[:2], links=9), Go)
     assert isinstance(next_step([*past[:2], life(3, "killed", before=10, after=11)], links=9), Go)
+    late = [life(1, "killed", before=10, after=10), life(2, "killed", before=12, after=12)]
+    assert isinstance(next_step(late, links=9), Go)  # the first one saved step 12 after its record was closed
 
 
 def test_a_fault_of_a_node_is_tried_twice_more_elsewhere_and_costs_no_link() -> None:

@@ -233,7 +233,7 @@ class Lab:
             )  # fmt: skip
 
     def restart_controller(self) -> None:
-        """After `controller().kill()`: with the state it saved."""
+        """After its end: with the state it saved."""
         command = [str(word) for word in self.daemons[1].args if word != "-c"]  # type: ignore[union-attr]
         with (self.folder / "log" / "slurmctld.out").open("ab") as log:
             self.daemons[1] = subprocess.Popen(

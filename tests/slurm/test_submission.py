@@ -121,13 +121,13 @@ def test_two_submitters_at_once_queue_one_chain(lab: Lab, tmp_path: Path) -> Non
 
 
 def test_a_dead_controller_is_one_sentence_and_a_chain_outlives_it(lab: Lab, tmp_path: Path) -> None:
-    file = write_standin(tmp_path, steps=100, step_s=0.05, save_every=5, limit="20s", links=9)
+    file = write_standin(tmp_path, steps=200, step_s=0.05, save_every=5, limit="40s", links=9)
     other = tmp_path / "other"
     other.mkdir()
     submit(lab, file)
     folder = stage(tmp_path)
     wait_until(folder, folder.lives, "the first link", within_s=30)
-    lab.controller().kill()
+    lab.controller().terminate()  # it saves its state; killed, it would forget a job of the last seconds
     lab.controller().wait()
     try:
         refused = submit(lab, write_standin(other, steps=5, step_s=0.1, save_every=5, limit="1m", links=2), check=False)
@@ -159,7 +159,7 @@ def test_squeue_reads_the_same_as_text_and_as_json(lab: Lab, tmp_path: Path) -> 
     script = "#!/bin/bash\n#SBATCH --comment='gatewright:/a b/c'\nsleep 30\n"
     (tmp_path / "job.sh").write_text(script)
     for options in (["--dependency=singleton"], ["--begin=now+1hour"]):
-        lab.run("sbatch", "-J", "one|two", "--mem=10", *options, str(tmp_path / "job.sh"))
+        lab.run("sbatch", "-J", "one|two", "--mem=10", "--output=/dev/null", *options, str(tmp_path / "job.sh"))
     lab.wait_for(lambda: lab.job_ids("RUNNING"), "the job to run", within_s=10)
     lab.env["SLURM_TIME_FORMAT"] = "%s"
     try:
