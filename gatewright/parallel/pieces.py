@@ -34,7 +34,8 @@ class Piece:
         """The piece as runs [begin, end) of the tensor in its own order, one after the other."""
         if self.order is None:
             return [(self.begin, self.end)]
-        row, at, runs = prod(self.shape[1:]), self.begin, []
+        row, at = prod(self.shape[1:]), self.begin
+        runs: list[tuple[int, int]] = []
         while at < self.end:
             position, inside = divmod(at, row)
             begin, elements = self.order[position] * row + inside, min(row - inside, self.end - at)
