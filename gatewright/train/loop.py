@@ -97,8 +97,9 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
                 try:
                     progress = _steps(run, folder, trainer, ahead, progress, stop, log=log, say=say, trackers=trackers)
                 finally:
-                    for closing in (ahead, *trackers):
-                        closing.close()
+                    ahead.close()
+                    for tracker in trackers:
+                        tracker.close()
                 step_reached = progress.step
         except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -166,6 +167,9 @@ def _steps(
             raise Diverged(explain_divergence(error, folder, batches, step=index + 1, ranks=trainer.ranks)) from None
         step_s = time.perf_counter() - began
 
+        memory_bytes = peak_memory_bytes(trainer.device)
+        by_rank = [] if trainer.ranks.alone else trainer.ranks.gather([step_s, memory_bytes])
+
         recent_step_s.append(step_s)
         stop.deadline.step_took(step_s)
         done = StepDone(
@@ -181,7 +185,9 @@ def _steps(
             forward_s=result.forward_s,
             backward_s=result.backward_s,
             optimizer_s=result.optimizer_s,
-            memory_bytes=peak_memory_bytes(trainer.device),
+            memory_bytes=memory_bytes,
+            rank_step_s=[seconds for seconds, _ in by_rank],
+            rank_memory_bytes=[int(count) for _, count in by_rank],
             dropped_tokens=0 if result.dropped is None else int(result.dropped.sum()),
             expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
             dropped_by_layer=[] if result.dropped is None else result.dropped.tolist(),

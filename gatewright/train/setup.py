@@ -77,6 +77,12 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
+    divides = run.parallel != "auto" and (run.parallel.ep > 1 or run.parallel.dense != "replicate")
+    if divides and run.train.optimizer == "adamw8bit":
+        raise RunFileError(
+            "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
+            "adamw, or parallel.ep: 1 and dense: replicate"
+        )
     if run.parallel != "auto" and run.method.adapter:
         if run.parallel.dense == "zero3" and run.method.adapter.full:
             raise RunFileError(
@@ -208,8 +214,8 @@ def _prepare_model(
     if run.router.placement == "measured":
         log(place_experts(run, model, loader.every_rank(), ranks=ranks))
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
-    spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
-    covered = coverage(model, optimizer=run.train.optimizer, spread=spread)
+    parts = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
+    covered = coverage(model, optimizer=run.train.optimizer, spread=parts)
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
