@@ -200,9 +200,8 @@ def main() -> None:
         ratio = ours_found[key] / theirs_found[key]
         unit = GIB if key == "peak_bytes" else 1
         verdict = "reached" if ratio <= goal else "MISSED"
-        print(
-            f"{key}: ours {ours_found[key] / unit:.2f}, theirs {theirs_found[key] / unit:.2f}, ratio {ratio:.2f} (goal {goal}, {verdict})"
-        )
+        both = f"ours {ours_found[key] / unit:.2f}, theirs {theirs_found[key] / unit:.2f}"
+        print(f"{key}: {both}, ratio {ratio:.2f} (goal {goal}, {verdict})")
 
 
 if __name__ == "__main__":
