@@ -120,7 +120,7 @@ def a_step(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
         for parameter in trainer.parameters.values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     result = train_step(
-        trainer.model, trainer.head, trainer.optimizer, trainer.parameters, trainer.loader.step(0),
+        trainer.model, trainer.head, trainer.optimizer, trainer.gradients, trainer.loader.step(0),
         lr=0.0, clip_norm=None, loss_chunk_tokens=64,
     )  # fmt: skip
     return result.loss, {n: p.grad.clone() for n, p in trainer.parameters.items() if p.grad is not None}
