@@ -22,7 +22,7 @@ def free_ports(count: int) -> list[int]:
     """
     ports: list[int] = []
     while len(ports) < count:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(24_000, 32_000)
         with socket.socket() as probe:
             if port not in ports and probe.connect_ex(("localhost", port)):
                 ports.append(port)
