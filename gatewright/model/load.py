@@ -93,6 +93,7 @@ def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None
 
     def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
         known.__init__(self, config)
+        experts_llama4.adopt(self)  # so that experts are found
         divide(self)
 
     return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})

@@ -23,6 +23,8 @@ ROUTER = {
     "router__train": True, "router__lr_scale": 1.0, "router__balance": 0.05, "router__z": 1e-3, **FULL,
 }  # fmt: skip
 RECOMPUTED = {"train__checkpointing": "full"}
+BESIDE = {"method__adapter__full": ["router", "norm", "head"]}
+EMBEDDING_BESIDE = {"method__adapter__full": ["embedding", "norm"]}
 FEW_TOKENS = {"train__tokens_per_step": 100}
 """One micro-batch a step: all ranks but one have none."""
 
@@ -41,6 +43,12 @@ TWO = {
     "moe full zero3 ep2": ("qwen3_moe", FULL, {"ep": 2, "dense": "zero3"}),
     "moe full zero3 ep2 recomputed": ("qwen3_moe", RECOMPUTED | FULL, {"ep": 2, "dense": "zero3"}),
     "shared experts full zero3": ("qwen2_moe", FULL, {"dense": "zero3"}),
+    "llama4 lora ep2": ("llama4", {}, {"ep": 2}),
+    "llama4 full zero3 ep2": ("llama4", FULL, {"ep": 2, "dense": "zero3"}),
+    "llama4 lora zero3 recomputed": ("llama4", RECOMPUTED, {"dense": "zero3"}),
+    "full beside lora zero3": ("qwen3_moe", BESIDE, {"dense": "zero3"}),
+    "embedding beside lora zero3": ("llama", EMBEDDING_BESIDE, {"dense": "zero3"}),
+    "full beside lora zero3 ep2": ("qwen3_moe", BESIDE, {"ep": 2, "dense": "zero3"}),
     "router losses, ep2": ("qwen3_moe", ROUTER, {"ep": 2}),
     "router losses, zero2": ("qwen3_moe", ROUTER, {"dense": "zero2"}),
     "capacity, ep2": ("qwen3_moe", {"router__capacity": 1.0}, {"ep": 2}),
