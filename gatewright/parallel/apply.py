@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model.experts import find_experts, hold
 from gatewright.model.head import decoder, gather_on_use
+from gatewright.model.load import remade_rows
 from gatewright.model.roles import head_is_tied, parameter_roles
 from gatewright.parallel.collect import divided_stacks, expert_stacks
 from gatewright.parallel.collectives import count_fsdp
@@ -31,6 +32,7 @@ from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import SHARD, Ranks
+from gatewright.spec.errors import ModelError
 
 Grouped = tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]
 """A share, the ranks that divide its sum, and the groups that all get it."""
@@ -49,10 +51,17 @@ def divide(model: PreTrainedModel, ranks: Ranks, *, whole: Collection[str] = ())
     """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read.
 
     `whole`: roles that zero3 leaves whole, as it does adapters: what trains in full beside an adapter is kept in
-    float32, in another form than FSDP would gather.
+    float32, in another form than FSDP would gather. What a rank cannot read its rows of stays whole as well.
     """
-    experts, layout = find_experts(model), ranks.layout
+    experts, layout, remade = find_experts(model), ranks.layout, remade_rows(model)
     refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))
+    own = {id(weight) for module in experts.values() for weight in module.parameters()}
+    stacks = [name for name, weight in model.named_parameters() if name in remade and id(weight) in own]
+    if layout.ep > 1 and stacks:
+        raise ModelError(
+            f"parallel.ep: {layout.ep}: {stacks[0]} is put together from its files in another order than by expert, so "
+            "that a rank cannot read its own experts; set ep: 1"
+        )
     if layout.ep > 1:
         for module in experts.values():
             _cut_rows(module, module.num_experts, ranks.part("ep"))
@@ -62,7 +71,7 @@ def divide(model: PreTrainedModel, ranks: Ranks, *, whole: Collection[str] = ())
             for module in experts.values():
                 fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy)
         roles = parameter_roles(model)
-        kept = {weight for name, weight in model.named_parameters() if roles[name] in whole}
+        kept = {weight for name, weight in model.named_parameters() if roles[name] in whole or name in remade}
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy, ignored_params=kept)
         # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
