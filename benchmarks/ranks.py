@@ -136,7 +136,7 @@ def job_of(side: Side, folder: Path, run_folder: Path, lengths: list[int]) -> di
 def launch(side: Side, job: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """What each rank measured, by rank; or the last line of what went wrong."""
     done = torchrun([str(HERE / side.script), json.dumps(job)], ranks=side.ranks)
-    results = [json.loads(line.split("RESULT ", 1)[1]) for line in done.stdout.splitlines() if "RESULT " in line]
+    results = found_in(done.stdout)
     if done.returncode or len(results) != side.ranks:
         return [], last_error(done.stderr)
     return sorted(results, key=lambda result: result["rank"]), ""
@@ -150,6 +150,11 @@ def torchrun(command: list[str], *, ranks: int) -> subprocess.CompletedProcess[s
     return subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, check=False)
 
 
+def found_in(text: str) -> list[dict[str, Any]]:
+    """What ranks printed behind RESULT; the lines of two may have run into one."""
+    return [json.JSONDecoder().raw_decode(part)[0] for part in text.split("RESULT ")[1:]]
+
+
 def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailed" not in line]
     return lines[0][-200:] if lines else "ended without a result"
@@ -159,7 +164,7 @@ def bytes_of(folder: Path, name: str, ranks: int) -> dict[str, float]:
     """Bytes a rank holds of weights, gradients and optimizer state after a step, and those of the plan."""
     job = {"model": str(folder / "model"), "data": str(folder / "documents.jsonl"), "ep": ranks if name == "ep" else 1}
     done = torchrun([str(HERE / "contestant_bytes.py"), json.dumps(job | {"folder": str(folder)})], ranks=ranks)
-    found = [json.loads(line.split("RESULT ", 1)[1]) for line in done.stdout.splitlines() if "RESULT " in line]
+    found = found_in(done.stdout)
     if len(found) != ranks:
         sys.exit(f"bytes of {name} failed: {last_error(done.stderr)}")
     return {what: max(rank[what] for rank in found) for what in found[0]}
