@@ -19,8 +19,10 @@ def largest_block(held: Held, size: Callable[[Share], float]) -> float:
 
 def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
     """Full weights of one tensor group as they travel: the compute type, small formats as they are stored."""
-    stored = item.parameters * COMPUTE_BYTES if item.trains else weight_bytes(job, policy, item)
-    return stored + item.adapters * COMPUTE_BYTES
+    whole = policy.whole_beside_fsdp and job.method != "full"
+    if item.trains:
+        return 0.0 if whole else item.parameters * COMPUTE_BYTES
+    return weight_bytes(job, policy, item) + (0.0 if whole else item.adapters * COMPUTE_BYTES)
 
 
 def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> float:

@@ -87,6 +87,8 @@ class Policy:
     """FSDP gathers the embedding and the head for their own use alone, not with each other nor across the loss."""
     fsdp_skips_experts: bool = False
     """Experts are divided by EP alone, FSDP leaves them whole."""
+    whole_beside_fsdp: bool = False
+    """FSDP leaves adapters, and weights that train beside them, whole on every rank; it divides gradients and state."""
     accumulates_unsharded: bool = False
     """Between micro-batches FSDP keeps gradients unsharded (no_sync)."""
     loads_whole_model: bool = False
