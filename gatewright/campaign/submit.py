@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gatewright.campaign import refuse
-from gatewright.campaign.advance import Queued, comment_of, queue_ready, ready
+from gatewright.campaign.advance import Queued, queue_ready, ready
 from gatewright.campaign.build import Built, build
 from gatewright.campaign.fingerprint import is_done
 from gatewright.campaign.folder import JobsFolder, write_text
@@ -17,7 +17,6 @@ from gatewright.campaign.ledger import update_ledger
 from gatewright.campaign.progress import RunProgress, read_progress
 from gatewright.campaign.queue import Queue
 from gatewright.campaign.read import Asked
-from gatewright.campaign.sbatch import COMMENT
 from gatewright.campaign.slurm import QueueRefused, QueueSilent, Slurm
 from gatewright.planner.plan_run import plan_run
 from gatewright.preflight.check import check
@@ -196,9 +195,10 @@ def _make(jobs: JobsFolder) -> None:
 def _refuse_live(built: Built, queue: Queue) -> None:
     """Raises Refused where a stage is in the queue, or a process works in its run folder."""
     refusals = []
+    queued = queue.jobs(built.jobs.comments)
     for stage in built.campaign.stages:
-        jobs = [job.id for job in queue.jobs(comment_of(built.jobs, stage.name))]
-        refusals.append(refuse.already_queued(stage.name, jobs))
+        comment = built.jobs.stage(stage.name).comment
+        refusals.append(refuse.already_queued(stage.name, [job.id for job in queued if job.comment == comment]))
         if stage.folder and (holder := _working_in(Path(stage.folder))):
             refusals.append(f"stage {stage.name}: {holder} is working in {stage.folder}; wait for it, or stop it first")
     if wrong := [text for text in refusals if text is not None]:
@@ -245,8 +245,8 @@ def _take_back(built: Built, queue: Queue, queued: list[Queued], *, say: Callabl
     """
     ids = [new.job for new in queued]
     try:
-        stages = {comment_of(built.jobs, stage.name) for stage in ready(built.campaign, built.jobs)}
-        jobs = queue.jobs(f"{COMMENT}{built.jobs.path}/")
+        stages = {built.jobs.stage(stage.name).comment for stage in ready(built.campaign, built.jobs)}
+        jobs = queue.jobs(built.jobs.comments)
         ids = list(dict.fromkeys([*ids, *(job.id for job in jobs if job.comment in stages)]))
         queue.cancel(ids)
         if ids:

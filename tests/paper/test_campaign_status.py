@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +128,12 @@ def test_two_hundred_runs_are_read_and_shown_in_a_moment(tmp_path: Path) -> None
     assert time.process_time() - began < 0.5
     assert len(found) == 200 and shown.count("100/500") == 200
     assert "━━────────── 100/500" in shown and bar(0, 0) == ""
+
+
+def test_the_verb_imports_nothing_that_reads_run_files() -> None:
+    """Their classes take longer to build than two hundred runs to read."""
+    program = "import sys, gatewright.campaign.status_text; print('gatewright.spec.run' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_one_campaign_in_full_tells_every_start_and_why_it_halted(tmp_path: Path) -> None:
