@@ -74,6 +74,8 @@ PLANTED: dict[str, str] = {
     "GW569": "OSError: [Errno 24] Too many open files: 'data/1.arrow'",
     "GW570": "FileNotFoundError: [Errno 2] No such file or directory: '/home/u/.triton/cache/abc/k.ttir.tmp.pid_7_1'",
     "GW571": "MIOpen Error: Internal error while accessing SQLite database: database disk image is malformed",
+    "GW572": "OutOfResources: out of resource: shared memory, Required: 245760, Hardware limit: 232448",
+    "GW577": "ZeroDivisionError: All labels in your dataset are -100. Training losses will be all 0.",
     "GW573": "PermissionError: [Errno 13] Permission denied: '/shared/cache'",
     "GW574": "{'loss': nan, 'grad_norm': nan, 'learning_rate': 0.0001, 'epoch': 0.3}",
     "GW575": "Exception: Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.",

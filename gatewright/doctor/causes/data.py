@@ -1,12 +1,28 @@
 """Data, templates, tokens, the hub, and the way to GGUF."""
 
+import re
+from dataclasses import replace
+
 from gatewright.doctor.cause import Cause, Log, Seen, env, plain_finding, sign
 from gatewright.spec.finding import Finding
 
+_REFUSED = re.compile(r"[Gg]ated ?[Rr]epo|not in the authorized list|\b40[13] Client Error|\b40[13] Forbidden")
+
 
 def hub_offline(cause: Cause, seen: Seen, log: Log) -> Finding | None:
-    """The hub, unless a checkpoint is what was not found."""
-    return None if "resume_not_found" in log.kinds else plain_finding(cause, seen, log)
+    """The hub, unless a checkpoint is what was not found; an answer that refuses is no missing network."""
+    if "resume_not_found" in log.kinds:
+        return None
+    if not any(_REFUSED.search(sighting.line) for sighting in seen.sightings):
+        return plain_finding(cause, seen, log)
+    found = plain_finding(
+        cause,
+        seen,
+        log,
+        text="The hub answers and refuses: the model is gated or private, and no token that may read it was sent.",
+        fix=("Accept its conditions on the model's page, and log in where it is fetched (HF_TOKEN).", *cause.fix),
+    )
+    return replace(found, kind="hub_access", changes=())
 
 
 CAUSES: tuple[Cause, ...] = (
