@@ -1,8 +1,8 @@
 """A verdict as text for a terminal, JSON, SARIF and GitHub annotations: pure functions of it."""
 
 import json
-import os
 import textwrap
+from itertools import takewhile
 from typing import Any
 
 from gatewright import __version__
@@ -53,7 +53,8 @@ def _around_the_change(lines: list[str], width: int) -> list[str]:
     """Lines of a diff cut to the width; where they are long, from shortly before the place in which they differ."""
     if all(len(line) <= width for line in lines):
         return lines
-    same = len(os.path.commonprefix([line[1:] for line in lines])) if len(lines) > 1 else 0
+    pairs = zip(lines[0][1:], lines[-1][1:], strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) if len(lines) > 1 else 0
     begin = max(0, same - width // 2)
     return [f"{line[0]}{'…' if begin else ''}{line[1 + begin :]}"[:width] for line in lines]
 
@@ -144,7 +145,12 @@ def as_github(verdict: Verdict) -> str:
 def _annotation(finding: Finding) -> str:
     place = finding.places[0] if finding.places else None
     where = f"file={_property(place.file)},line={max(1, place.line)}," if place else ""
-    text = "\n".join([finding.text, *(f"→ {fix}" for fix in finding.fix)]).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = (
+        "\n".join([finding.text, *(f"→ {fix}" for fix in finding.fix)])
+        .replace("%", "%25")
+        .replace("\r", "%0D")
+        .replace("\n", "%0A")
+    )
     return f"::{_GITHUB[finding.severity]} {where}title={finding.code} {finding.name}::{text}"
 
 

@@ -75,6 +75,7 @@ PLANTED: dict[str, str] = {
     "GW570": "FileNotFoundError: [Errno 2] No such file or directory: '/home/u/.triton/cache/abc/k.ttir.tmp.pid_7_1'",
     "GW571": "MIOpen Error: Internal error while accessing SQLite database: database disk image is malformed",
     "GW572": "OutOfResources: out of resource: shared memory, Required: 245760, Hardware limit: 232448",
+    "GW523": "[INFO] [axolotl.utils.trainer] [RANK:0] sample_packing_eff_est across ranks: [0.5127, 0.5131]",
     "GW577": "ZeroDivisionError: All labels in your dataset are -100. Training losses will be all 0.",
     "GW573": "PermissionError: [Errno 13] Permission denied: '/shared/cache'",
     "GW574": "{'loss': nan, 'grad_norm': nan, 'learning_rate': 0.0001, 'epoch': 0.3}",

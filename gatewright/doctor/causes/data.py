@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from gatewright.doctor.cause import Cause, Log, Seen, env, plain_finding, sign
+from gatewright.doctor.cause import Cause, Log, Role, Seen, env, plain_finding, sign
 from gatewright.spec.finding import Finding
 
 _REFUSED = re.compile(r"[Gg]ated ?[Rr]epo|not in the authorized list|\b40[13] Client Error|\b40[13] Forbidden")
@@ -23,6 +23,18 @@ def hub_offline(cause: Cause, seen: Seen, log: Log) -> Finding | None:
         fix=("Accept its conditions on the model's page, and log in where it is fetched (HF_TOKEN).", *cause.fix),
     )
     return replace(found, kind="hub_access", changes=())
+
+
+FULL_ENOUGH = 0.85
+
+
+def padding(cause: Cause, seen: Seen, log: Log) -> Finding | None:
+    """The share of the batches' positions that hold no token, where it is worth a change."""
+    fill = min(float(sighting.groups["fill"]) for sighting in seen.sightings)
+    if fill >= FULL_ENOUGH:
+        return None
+    text = f"{1 - fill:.0%} of the positions in a batch hold no token."
+    return plain_finding(cause, seen, log, text=text, numbers=(("fill", fill),))
 
 
 CAUSES: tuple[Cause, ...] = (
@@ -125,6 +137,30 @@ CAUSES: tuple[Cause, ...] = (
         why="Rows with different fields, a cut-off file, or a filter that removed everything.",
         fix=("Look at the data before training: gatewright data inspect FILE --model FOLDER.",),
         outranks=3,
+    ),
+    Cause(
+        code="GW523",
+        name="batches-half-empty",
+        kind="health",
+        title="Batches with much room left",
+        role=Role.HINT,
+        severity="warning",
+        confidence="certain",
+        signs=(
+            sign(
+                "sample_packing_eff_est",
+                '"fill": ',
+                pattern=(
+                    r"(?:sample_packing_eff_est across ranks: \[|\"fill\": )(?:np\.float\d+\()?"
+                    r"(?P<fill>[01](?:\.\d+)?)"
+                ),
+            ),
+        ),
+        text="A part of the positions in a batch holds no token.",
+        why="The limit on a document's length is far above what the documents have, or few of them fit together. Each "
+        "position costs time whether it holds a token or not, where batches are padded.",
+        fix=("Look at the lengths (gatewright data inspect), and set the limit near their 99th percentile.",),
+        judge=padding,
     ),
     Cause(
         code="GW592",
