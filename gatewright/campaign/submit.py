@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -157,7 +158,9 @@ def _check(built: Built, *, planned: Collection[str]) -> tuple[Finding, ...]:
     for name, text in built.run_files.items():
         with _temporary_folder() as folder:
             files = [folder / f"{name}.yaml", folder / f"{name}.sbatch"]
-            for file, content in zip(files, (text, built.scripts[name]), strict=True):
+            kept = str(built.jobs.stage(name).run_file)  # there may be an older one at that place
+            script = built.scripts[name].replace(shlex.quote(kept), shlex.quote(str(files[0])))
+            for file, content in zip(files, (text, script), strict=True):
                 file.write_text(content, encoding="utf-8")
             for one in check(files, ignore=MEMORY_RULES if name in planned else ()).findings:
                 found.setdefault((one.code, one.text), one)
