@@ -148,7 +148,8 @@ def _state(
 
 def _waiting_for(job: Job) -> str:
     when = f", expected {time.strftime('%d %b %H:%M', time.localtime(job.start))}" if job.start else ""
-    return f"{job.reason or 'waits'}{when}"
+    release = f"; `scontrol release {job.id}` lets it go on" if "held" in job.reason.lower() else ""
+    return f"{job.reason or 'waits'}{when}{release}"
 
 
 def _health(seen: RunProgress, state: str, now: float) -> str:
