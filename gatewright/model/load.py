@@ -45,11 +45,6 @@ def load_model(
     build = {"attn_implementation": attention.NAME, "trust_remote_code": model.trust_remote_code}
     try:
         if quantize != "none" or form is not None:
-            if divide is not None:
-                raise ModelError(
-                    f"{folder}: a base in few bits, or FP8 files, cannot be divided over ranks yet; set parallel.ep: 1 "
-                    "and dense: replicate or zero2, or take a bf16 base with method.quantize: none"
-                )
             loaded, report = load_small(
                 folder,
                 files,
@@ -61,6 +56,7 @@ def load_model(
                 build=build,
                 seams=lambda empty: put_seams(empty, source=str(folder)),
                 note=note,
+                divide=divide,
             )
         else:
             loaded, report = _class_of(config, divide).from_pretrained(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from gatewright.model.experts import find_experts, lora_shapes
@@ -34,11 +35,14 @@ def load_small(
     build: dict[str, Any],
     seams: Callable[[PreTrainedModel], PreTrainedModel],
     note: Callable[[str], None],
+    divide: Callable[[PreTrainedModel], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model and transformers' loading report; `note` is told what is stored how, in bytes.
 
     `form`: how the files hold FP8, None if they do not. `build`: arguments of transformers' loader that choose the
-    attention and the code. `seams` puts our experts in place. Raises ModelError, UserError without bitsandbytes.
+    attention and the code. `seams` puts our experts in place. `divide`, shown the model on meta, makes DTensors of the
+    expert stacks that are divided over processes: of these, this process reads and holds its own experts, as plain
+    parameters. Raises ModelError, UserError without bitsandbytes.
     """
     refuse(quantize, form, folder)
     config = deepcopy(config)
@@ -46,12 +50,17 @@ def load_small(
         part.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype, **build)
+    kind = type(empty)
+    if divide is not None:
+        divide(empty)
+        _refuse_divided(empty, folder)
+        kind = _own_part(kind, divide)
     names = quantizable(seams(empty)) if quantize != "none" else set()
     weights = weights_of(Shards(folder, files), empty, form)
     state: dict[str, Lazy] = {}
     for weight in weights:
         state |= _lazies(weight, names, quantize, dtype, device)
-    loaded, report = type(empty).from_pretrained(
+    loaded, report = kind.from_pretrained(
         None,
         config=empty.config,  # of the text model, where the folder's is that of a larger one
         state_dict=state,
@@ -77,6 +86,31 @@ def refuse(quantize: Quantize, form: StoredFormat | None, folder: Path) -> None:
         )
     if quantize == "nf4":
         bitsandbytes()
+
+
+def _refuse_divided(model: PreTrainedModel, folder: Path) -> None:
+    """Raises ModelError where more than expert stacks is divided."""
+    experts = set(find_experts(model).values())
+    for module in model.modules():
+        if module not in experts and any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise ModelError(
+                f"{folder}: parallel.dense: zero3 cannot shard a base in few bits, or one from FP8 files; set dense: "
+                "zero2, which shards what the adapters train, and parallel.ep to divide the experts"
+            )
+
+
+def _own_part(kind: type[PreTrainedModel], divide: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
+    """The class that builds the model with this process's part of what is divided, in plain parameters."""
+
+    def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        kind.__init__(self, config)  # type: ignore[no-untyped-call]
+        divide(self)
+        for module in self.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if isinstance(weight, DTensor):
+                    module.register_parameter(name, nn.Parameter(weight.to_local(), requires_grad=weight.requires_grad))
+
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
 def quantizable(model: PreTrainedModel) -> set[str]:
@@ -109,17 +143,19 @@ def _lazies(
 
     def plain(target: str) -> Tensor:
         if weight.comes_by_expert:
-            dense = torch.empty(weight.shape, dtype=dtype)
+            dense = torch.empty(len(weight.rows(target)), *weight.shape[1:], dtype=dtype)
             for index, matrix in enumerate(weight.matrices(target, dtype)):
                 dense[index] = matrix
             return dense
         if not made:
             made.update(weight.whole(dtype))
-        return made.pop(target)
+        whole = made.pop(target)
+        return whole[list(weight.rows(target))] if weight.is_divided(target) else whole
 
     def four_bit(target: str) -> Tensor:
-        shape, matrices = weight.model.get_parameter(target).shape, weight.matrices(target, torch.float32)
-        return quantize_nf4(matrices, shape=shape, dtype=dtype, device=device, name=target)
+        shape, rows = weight.model.get_parameter(target).shape, weight.rows(target)
+        own, matrices = torch.Size([len(rows), *shape[1:]]), weight.matrices(target, torch.float32)
+        return quantize_nf4(matrices, shape=own, dtype=dtype, device=device, name=target, first=rows.start)
 
     def promise(target: str) -> Lazy:
         if target not in names or (quantize == "fp8" and not weight.is_fp8):
@@ -141,7 +177,7 @@ def _tell(
     total = weight_bytes(model)
     small = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
     if form is not None:
-        stored = sum(source.small_bytes for weight in weights for source in weight.all_sources)
+        stored = sum(weight.small_bytes for weight in weights)
         kept = sum(p.parts["codes"].nbytes for p in small) if quantize == "fp8" else 0
         if stored > kept:
             what = f"made {plain} at load" if quantize != "nf4" else "made NF4 at load"

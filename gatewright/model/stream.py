@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -59,6 +61,27 @@ class Weight:
     def shape(self) -> torch.Size:
         return self.model.get_parameter(self.target).shape
 
+    def rows(self, target: str) -> range:
+        """The entries of a weight's first axis that this process holds: all, or its experts where they are divided."""
+        owner, _, name = target.rpartition(".")
+        parameter = self.model.get_submodule(owner)._parameters.get(name)
+        if not isinstance(parameter, DTensor):
+            return range(len(parameter)) if parameter is not None and parameter.dim() else range(1)
+        layout = (parameter.shape, parameter.device_mesh, parameter.placements)
+        (count, *_), (first, *_) = compute_local_shape_and_global_offset(*layout)
+        return range(first, first + count)
+
+    def is_divided(self, target: str) -> bool:
+        """Whether this process holds only some of the entries."""
+        owner, _, name = target.rpartition(".")
+        return isinstance(self.model.get_submodule(owner)._parameters.get(name), DTensor)
+
+    @property
+    def small_bytes(self) -> float:
+        """Bytes of 4- and 8-bit codes in the files for what this process holds."""
+        share = len(self.rows(self.target)) / self.shape[0] if self.is_divided(self.target) else 1
+        return share * sum(source.small_bytes for source in self.all_sources)
+
     def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights in plain floats, by name; `dtype` is for what is FP8 in the file."""
         return self.convert({pattern: [s.read(dtype) for s in sources] for pattern, sources in self.sources.items()})
@@ -66,19 +89,23 @@ class Weight:
     def matrices(self, target: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for.
 
+        Of a stack that is divided over processes, this one's matrices only.
         In the type of the file, or in `dtype` from FP8. Raises ModelError for another shape than config.json says.
         """
-        shape = self.model.get_parameter(target).shape
+        shape, rows = self.model.get_parameter(target).shape, self.rows(target)
         if len(shape) == 3 and self.converter is None:
             [source] = self.all_sources
             self._agree(source.shape, shape)
-            made: Iterable[Tensor] = (source.read(dtype, row) for row in range(shape[0]))
+            made: Iterable[Tensor] = (source.read(dtype, row) for row in rows)
         elif len(shape) == 3 and self.stacks_experts:
-            made = (self._expert(index, dtype) for index in range(self._count(shape[0])))
+            self._count(shape[0])
+            made = (self._expert(index, dtype) for index in rows)
         else:
             whole = self.whole(dtype)[target]
             self._agree(whole.shape, shape)
             made = whole.view(-1, *shape[-2:])
+            if len(shape) == 3:
+                made = (made[row] for row in rows)
         for matrix in made:
             self._agree(matrix.shape, shape[-2:])
             yield matrix
@@ -94,32 +121,33 @@ class Weight:
     @property
     def comes_by_expert(self) -> bool:
         """Whether `matrices` gives the weight in parts without having read it whole."""
-        few_bits = self.converter is None and self.is_small and len(self.all_sources[0].shape) == 3
-        return self.stacks_experts or few_bits
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the files hold it in 4 or 8 bits."""
-        return any(source.small_bytes for source in self.all_sources)
+        by_row = self.is_divided(self.target) or any(source.small_bytes for source in self.all_sources)
+        return self.stacks_experts or (by_row and self.converter is None and len(self.all_sources[0].shape) == 3)
 
     def fp8(self) -> Fp8Weight:
         """The weight in the checkpoint's own FP8 bytes. Raises ModelError where a conversion does more than stack."""
         if self.converter is None:
             [source] = self.all_sources
             self._agree(source.shape, self.shape)
-            return _fp8(source)
+            return _fp8(source) if len(self.shape) < 3 else self._fp8_stack(lambda row: _fp8(source, row))
         if not self.stacks_experts or any(isinstance(op, Transpose) for op in self.converter.operations):
             raise ModelError(
                 f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
                 "method.quantize: nf4, or none"
             )
+        self._count(self.shape[0])
+        return self._fp8_stack(self._fp8_expert)
+
+    def _fp8_stack(self, expert_of: Callable[[int], Fp8Weight]) -> Fp8Weight:
         parts: dict[str, Tensor] = {}
-        for index in range(self._count(self.shape[0])):
-            expert = self._fp8_expert(index)
+        rows = self.rows(self.target)
+        for place, index in enumerate(rows):
+            expert = expert_of(index)
             self._agree(expert.shape, self.shape[1:])
             for name, part in expert.parts.items():
-                parts.setdefault(name, part.new_empty(self.shape[0], *part.shape))[index] = part
-        return Fp8Weight(parts, shape=self.shape, dtype=torch.bfloat16, block=expert.block)
+                parts.setdefault(name, part.new_empty(len(rows), *part.shape))[place] = part
+        shape = torch.Size([len(rows), *self.shape[1:]])
+        return Fp8Weight(parts, shape=shape, dtype=torch.bfloat16, block=expert.block)
 
     def _fp8_expert(self, index: int) -> Fp8Weight:
         """One expert of a stack; its scales are put together as its codes are."""
@@ -157,14 +185,13 @@ class Weight:
                 "config.json; these files do not belong together"
             )
 
-    def _count(self, wanted: int) -> int:
+    def _count(self, wanted: int) -> None:
         counts = {len(sources) for sources in self.sources.values()}
         if counts != {wanted}:
             raise ModelError(
                 f"{self.target}: the files hold {' and '.join(map(str, sorted(counts)))} experts, config.json says "
                 f"{wanted}; the folder is incomplete, or its parts do not belong together"
             )
-        return wanted
 
 
 class Lazy:
@@ -217,9 +244,9 @@ def _within_expert(operation: object) -> bool:
     return isinstance(operation, Concatenate) and operation.dim != 0
 
 
-def _fp8(source: Source) -> Fp8Weight:
+def _fp8(source: Source, row: int | None = None) -> Fp8Weight:
     assert isinstance(source, Fp8Source)
-    return source.weight()
+    return source.weight(row)
 
 
 def _is_number(kind: str, parameter: Tensor) -> bool:
