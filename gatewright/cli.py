@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from gatewright import __version__, cli_campaign, cli_check, cli_data, cli_export, cli_plan, cli_probe, cli_router
+from gatewright import (
+    __version__,
+    cli_campaign,
+    cli_check,
+    cli_checkpoint,
+    cli_data,
+    cli_export,
+    cli_plan,
+    cli_probe,
+    cli_router,
+)
 from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
@@ -40,6 +50,7 @@ app = typer.Typer(
 app.add_typer(cli_data.data, name="data")
 app.add_typer(cli_campaign.cluster, name="cluster")
 app.add_typer(cli_router.router, name="router")
+app.add_typer(cli_checkpoint.checkpoint, name="checkpoint")
 
 
 def main() -> None:

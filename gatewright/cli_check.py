@@ -41,6 +41,12 @@ def check(
     sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF.")] = False,
     github: Annotated[bool, typer.Option("--github", help="Print GitHub annotations.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print the page of a rule and stop.")] = None,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Prove on this machine's ranks that divided experts compute what whole do.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", min=1, help="With --parity: ranks to start on this machine.")
+    ] = None,
 ) -> None:
     """Judge configs before a GPU is booked: ours, axolotl, LLaMA-Factory, TRL, ms-swift, DeepSpeed, Megatron, sbatch …
 
@@ -54,6 +60,10 @@ def check(
     from gatewright.preflight.output import as_json as to_json
     from gatewright.preflight.pages import page
 
+    if parity:
+        from gatewright.cli_parity import prove_parity
+
+        raise typer.Exit(prove_parity(files or [], nproc=nproc))
     if explain:
         rule = find_rule(explain)
         if rule is None:

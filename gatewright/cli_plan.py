@@ -115,9 +115,13 @@ def plan(
     files = {"--html": html, "--png": png}
     _refuse_pairs(given | money, subject=subject, overrides=overrides)
     if simulate:
-        many = {"--gpus": gpus is not None and gpus > 1, "--hours": hours, "--price": price, "--explain": explain}
+        many = {"--hours": hours, "--price": price, "--explain": explain}
         _refuse_with("--simulate", files | {"--json": as_json, "--compare": compare, "--calibrate": calibrate} | many)
-        _rehearse(subject, given, overrides=overrides or [])
+        if gpus is not None and _is_run_file(subject):
+            raise UserError(
+                f"--simulate takes the GPUs of {subject}: write --set hardware.nodes=... instead of --gpus."
+            )
+        _rehearse(subject, given, gpus=gpus, overrides=overrides or [])
         return
     if _is_run_file(subject):
         from gatewright.planner.plan_run import ask_run, gpus_of
@@ -243,7 +247,7 @@ def _print_fewest(question: Question, *, as_json: bool) -> None:
         typer.echo(plan_text.render_fewest(fewest), nl=False)
 
 
-def _rehearse(subject: str, given: dict[str, Any], *, overrides: list[str]) -> None:
+def _rehearse(subject: str, given: dict[str, Any], *, gpus: int | None, overrides: list[str]) -> None:
     """Mistakes are found before torch is loaded."""
     if _is_run_file(subject):
         from gatewright.spec.read import read_run
@@ -252,7 +256,7 @@ def _rehearse(subject: str, given: dict[str, Any], *, overrides: list[str]) -> N
     else:
         from gatewright.planner.run_in_words import run_in_words
 
-        run, config = run_in_words(subject, given)
+        run, config = run_in_words(subject, given, gpus=gpus)
     quiet_libraries()
 
     from gatewright.cli_rehearse import print_rehearsal

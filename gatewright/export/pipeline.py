@@ -286,7 +286,7 @@ class _Export:
             return measure(file, known, threads=self.request.threads, adapter=adapter, tick=tick).as_dict()
 
         inputs = {
-            "file": file.stat().st_size, "made": file.stat().st_mtime_ns, "reference": file_sha256(reference),
+            "file": file.stat().st_size, "made": file.stat().st_mtime_ns, "figures": 2, "reference": file_sha256(reference),
             "adapter": file_sha256(adapter) if adapter else None, "library": version("llama-cpp-python"),
         }  # fmt: skip
         return self.steps.run(f"compare-{side}-{recipe.label}", f"compare {side} {recipe.label}", inputs, list, action)

@@ -80,7 +80,7 @@ def save_reference(reference: Reference, file: Path) -> None:
     for name in LISTS:
         arrays |= _flat(name, getattr(reference, name))
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez(buffer, **arrays)
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(buffer.getbuffer())
     os.replace(partial, file)

@@ -30,6 +30,8 @@ from gatewright.parallel.layout import refuse_experts
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import SHARD, Ranks
 
+Grouped = tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]
+"""A share, the ranks that divide its sum, and the groups that all get it."""
 BUCKET_ELEMENTS = 16 << 20
 """Elements that one collective reduces: 64 MiB in float32."""
 
@@ -87,10 +89,10 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
-        shares = [Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()]
-        return Gradients(shares, [], ranks)
+        return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
     divided = divided_stacks(model, ranks)
-    shares, alike = [], {}
+    shares: list[Share] = []
+    alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
             shares.append(_fsdp_share(name, weight, ranks))
@@ -111,9 +113,7 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(
-    name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None
-) -> tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
     `experts`: how many the whole stack has, where the weight is a stack of this rank's.
@@ -151,7 +151,7 @@ def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
     return Share(name=name, weight=weight, owned=owned, piece=piece)
 
 
-def _buckets(alike: list[tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]]) -> list[Bucket]:
+def _buckets(alike: list[Grouped]) -> list[Bucket]:
     """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
     buckets: list[Bucket] = []
     size = BUCKET_ELEMENTS

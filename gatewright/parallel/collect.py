@@ -41,19 +41,22 @@ def whole_adapters(model: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
     if ranks.layout.ep == 1:
         yield
         return
-    local: dict[ExpertLora, int] = {}
-    for lora in _divided_adapters(model):
-        local[lora] = lora.experts
+    own: list[tuple[nn.Parameter, Tensor]] = []
+    divided = [module for module in model.modules() if isinstance(module, ExpertLora)]
+    for lora in divided:
         for parameter in lora.parameters():
+            own.append((parameter, parameter.data))
             parameter.data = _gather_rows(parameter.data, ranks)
         lora.experts *= ranks.layout.ep
     try:
         yield
     finally:
-        for lora, count in local.items():
-            lora.experts = count
-            for parameter in lora.parameters():
-                parameter.data = parameter.data.chunk(ranks.layout.ep)[ranks.position("ep")].clone()
+        for lora in divided:
+            lora.experts //= ranks.layout.ep
+        for parameter, data in own:
+            # Into the same memory: the optimizer may update a view of it.
+            data.copy_(parameter.data.chunk(ranks.layout.ep)[ranks.position("ep")])
+            parameter.data = data
 
 
 def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, int]:
@@ -67,10 +70,6 @@ def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, int]:
             if name.startswith(f"{LORA}.") or ("." not in name and len(weight) * ranks.layout.ep == module.num_experts):
                 found[f"{paths[module]}.{name}"] = module.num_experts
     return found
-
-
-def _divided_adapters(model: nn.Module) -> list[ExpertLora]:
-    return [module for module in model.modules() if isinstance(module, ExpertLora)]
 
 
 def _gather_rows(tensor: Tensor, ranks: Ranks) -> Tensor:

@@ -41,15 +41,15 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
     if ranks.alone:
         yield
         return
-    store = dist.distributed_c10d._get_default_store()
-    done = threading.Event()
-    threading.Thread(target=_watch, args=(store, ranks.rank, done), daemon=True).start()
+    watch = _Watch(ranks)
     try:
         yield
     except BaseException as error:
-        first = _report(store, ranks, error)
+        first = watch.report(error)
         if first.rank != ranks.rank:
             raise EndedByRank(first.rank, first.exit_code) from error
+        if ranks.first:
+            time.sleep(2 * LOOK_EVERY_S)  # the store may live in this process: the others must have looked
         if isinstance(error, GatewrightError):
             raise type(error)(f"rank {ranks.rank}: {error}") from error
         if _is_lost_contact(error):
@@ -57,45 +57,61 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
         error.add_note(f"on rank {ranks.rank} of {ranks.size}")
         raise
     finally:
-        done.set()
+        watch.end()
 
 
-def _report(store: dist.Store, ranks: Ranks, error: BaseException) -> Failure:
-    """The run's first failure; this rank's own if no other had one."""
-    if _is_lost_contact(error):
-        # Most likely the consequence of another rank's end, whose reason may be on its way.
-        _wait_for(store, seconds=2 * LOOK_EVERY_S)
-    code = error.exit_code if isinstance(error, GatewrightError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    reason = _lost(ranks, error) if _is_lost_contact(error) else f"{type(error).__name__}: {error}"
-    mine = Failure(ranks.rank, code, reason)
-    try:
-        # Whoever writes first stays: compare_set changes the value only where there is none.
-        told = store.compare_set(FAILED, "", json.dumps(asdict(mine)))
-        return Failure(**json.loads(told))
-    except (RuntimeError, ValueError):
-        return mine  # the store went with its host
+class _Watch:
+    """Looks for another rank's failure, and tells of this one's."""
 
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.store = dist.distributed_c10d._get_default_store()
+        self.done = threading.Event()
+        self.seen: Failure | None = None
+        """The first failure of another rank."""
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
 
-def _watch(store: dist.Store, rank: int, done: threading.Event) -> None:
-    while not done.wait(LOOK_EVERY_S):
-        failure = _read(store)
-        if failure is not None and failure.rank != rank:
-            if not done.wait(GRACE_S):
-                os._exit(failure.exit_code)
-            return
+    def report(self, error: BaseException) -> Failure:
+        """The run's first failure; this rank's own if no other had one."""
+        if _is_lost_contact(error):
+            # Most likely the consequence of another rank's end, whose reason may be on its way.
+            until = time.monotonic() + 2 * LOOK_EVERY_S
+            while self.seen is None and time.monotonic() < until:
+                time.sleep(0.05)
+        if self.seen is not None:
+            return self.seen
+        lost = _is_lost_contact(error)
+        code = (
+            error.exit_code
+            if isinstance(error, GatewrightError)
+            else 130
+            if isinstance(error, KeyboardInterrupt)
+            else 1
+        )
+        mine = Failure(self.ranks.rank, code, _lost(self.ranks, error) if lost else f"{type(error).__name__}: {error}")
+        try:
+            # Whoever writes first stays: compare_set changes the value only where there is none.
+            return Failure(**json.loads(self.store.compare_set(FAILED, "", json.dumps(asdict(mine)))))
+        except (RuntimeError, ValueError):
+            return mine  # the store went with its host
 
+    def end(self) -> None:
+        """Looks no more: a thread in the store while the interpreter ends would abort it."""
+        self.done.set()
+        self.thread.join(timeout=LOOK_EVERY_S)
 
-def _read(store: dist.Store) -> Failure | None:
-    try:
-        return Failure(**json.loads(store.get(FAILED))) if store.check([FAILED]) else None
-    except (RuntimeError, ValueError):
-        return None
-
-
-def _wait_for(store: dist.Store, *, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and _read(store) is None:
-        time.sleep(0.05)
+    def _look(self) -> None:
+        while not self.done.wait(LOOK_EVERY_S):
+            try:
+                failure = Failure(**json.loads(self.store.get(FAILED))) if self.store.check([FAILED]) else None
+            except (RuntimeError, ValueError):
+                return
+            if failure is not None and failure.rank != self.ranks.rank:
+                self.seen = failure
+                if not self.done.wait(GRACE_S):
+                    os._exit(failure.exit_code)
+                return
 
 
 def _is_lost_contact(error: BaseException) -> bool:

@@ -11,7 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-INTERRUPTED = 130
+INTERRUPTED, SAVED = 130, 85
+"""Exit codes of a run that saved and left: after Ctrl-C, and at any other signal (train/loop.py)."""
 PATIENCE_S = 600
 """After a signal, how long ranks may take to finish their step and save before they are killed."""
 
@@ -19,7 +20,7 @@ PATIENCE_S = 600
 def start_ranks(arguments: list[str], *, ranks: int) -> int:
     """Runs `python -m gatewright ARGUMENTS` as `ranks` processes and returns the exit code of the first that failed.
 
-    A signal to this process is passed on to all of them; each finishes its step, saves, and ends with 130.
+    A signal to this process is passed on to all of them; each finishes its step, saves, and leaves.
     """
     # Its summary of failures repeats, at length and without the reason, what the ranks have said.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -44,6 +45,6 @@ def start_ranks(arguments: list[str], *, ranks: int) -> int:
             print(f"rank {rank} was ended by {name}; the others were stopped", file=sys.stderr)
             return 1
         return failure.exitcode
-    except SignalException:
-        return INTERRUPTED
+    except SignalException as stopped:
+        return INTERRUPTED if stopped.sigval == signal.SIGINT else SAVED
     return 0

@@ -41,6 +41,11 @@ its published counts: 1.25 at 8, 1.56 at 16 (c4 1.16, github 1.57, arxiv 1.66 at
 4 and less it was not measured, and above 16 neither, which takes the last."""
 
 
+def worst_rank(ep: int) -> float:
+    """Tokens of the busiest of `ep` expert ranks over the mean."""
+    return next((share for size, share in WORST_RANK if ep <= size), WORST_RANK[-1][1]) if ep > 1 else 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """Low-rank updates: A [r, in] and B [out, r] beside each targeted matrix."""
@@ -180,7 +185,7 @@ class Job:
         """Tokens of the busiest expert rank over the mean."""
         if self.imbalance is not None or self.layout.ep == 1:
             return self.imbalance or 1.0
-        return next((share for size, share in WORST_RANK if self.layout.ep <= size), WORST_RANK[-1][1])
+        return worst_rank(self.layout.ep)
 
     @property
     def row_tokens(self) -> int:

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gatewright.planner.ask import DEFAULT_RANK, DEFAULT_TARGETS, DEFAULT_TOKENS, known_choice, within_limits
+from gatewright.planner.ask import (
+    DEFAULT_RANK,
+    DEFAULT_TARGETS,
+    DEFAULT_TOKENS,
+    known_choice,
+    layout_from,
+    within_limits,
+)
 from gatewright.planner.catalogue import find_model
 from gatewright.planner.targets import WILD
 from gatewright.spec.errors import UserError
@@ -13,6 +20,8 @@ from gatewright.spec.shape import TARGET_ROLES
 
 TAKEN = (
     "gpu",
+    "per_node",
+    "parallel",
     "method",
     "rank",
     "targets",
@@ -21,11 +30,15 @@ TAKEN = (
     "tokens_per_step",
     "checkpointing",
 )
-"""Options that a rehearsal follows; the GPU decides nothing, since one process is rehearsed."""
+"""Options that a rehearsal follows; the kind of GPU decides nothing."""
+DENSE = {"none": "replicate", "zero2": "zero2", "fsdp2": "zero3"}
+"""Names of the planner's layouts, and the run file's."""
 CHECKPOINTING = {"none": "none", "alternate": "selective", "full": "full"}
 
 
-def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any] | None]:
+def run_in_words(
+    model: str, given: Mapping[str, Any], *, gpus: int | None = None
+) -> tuple[Run, Mapping[str, Any] | None]:
     """A run that trains as the options say, and the catalogue's config where the model is no folder."""
     for name in given:
         if name not in TAKEN:
@@ -33,9 +46,7 @@ def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str
     tokens = given.get("tokens", DEFAULT_TOKENS)
     within_limits(tokens=tokens, rank=given.get("rank"), document_tokens=given.get("document_tokens"))
     method = given.get("method", "lora")
-    if method == "qlora":
-        raise UserError("--simulate runs the trainer's own step, which has no 4-bit weights; leave out --method qlora.")
-    known_choice("method", method, ("lora", "full"))
+    known_choice("method", method, ("lora", "qlora", "full"))
     checkpointing = given.get("checkpointing", "full")
     known_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))
     path = Path(model)
@@ -50,15 +61,39 @@ def run_in_words(model: str, given: Mapping[str, Any]) -> tuple[Run, Mapping[str
         {
             "run": "rehearsal",
             "model": {"path": str(folder) if config is None else model},
-            "method": {} if method == "full" else {"adapter": adapter},
+            "method": {}
+            if method == "full"
+            else {"adapter": adapter, "quantize": "nf4" if method == "qlora" else "none"},
             "data": {"train": "rehearsal", "max_tokens": given.get("document_tokens", tokens)},
             "train": {
-                "tokens_per_step": given.get("tokens_per_step", 2 * tokens),
+                "tokens_per_step": given.get("tokens_per_step", 2 * tokens * (gpus or 1)),
                 "micro_batch_tokens": tokens,
                 "steps": 1,
                 "lr": 1e-4,
                 "checkpointing": CHECKPOINTING[checkpointing],
             },
+            **_machine(given, gpus),
         }
     )
     return run, config
+
+
+def _machine(given: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
+    """The run file's hardware and parallel. Raises UserError for a layout that our trainer does not have."""
+    within_limits(gpus=gpus)
+    if gpus is None:
+        if "parallel" in given:
+            raise UserError("--parallel divides a known number of GPUs; give --gpus too.")
+        return {}
+    # How many of them share a node changes no byte.
+    machine: dict[str, Any] = {"hardware": {"gpu": given.get("gpu", "h200"), "per_node": gpus, "nodes": 1}}
+    if "parallel" in given:
+        layout = layout_from(given["parallel"], ranks=gpus, backend="gatewright")
+        if layout.sharding not in DENSE or max(layout.cp, layout.tp, layout.pp) > 1:
+            raise UserError(f"--parallel {given['parallel']} does not go with --simulate; give ep, dense or both.")
+        machine["parallel"] = {
+            "ep": layout.ep,
+            "dense": DENSE[layout.sharding],
+            "dp_replicate": gpus // (layout.shard_ranks or gpus),
+        }
+    return machine

@@ -21,12 +21,14 @@ from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
+from gatewright.probe.fake_quantized import store_nf4
 from gatewright.probe.fake_ranks import assume_routing, first_of
 from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Held, Rehearsal
-from gatewright.spec.run import Run
+from gatewright.spec.run import Parallel, Run
 from gatewright.train.optim import build_optimizer, trainable
+from gatewright.train.setup import refuse_unsupported
 from gatewright.train.step import train_step
 
 ONE = Layout()
@@ -59,12 +61,8 @@ def rehearse(
         )
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
-    if run.method.quantize != "none":
-        raise RunFileError(
-            f"rehearsal: method.quantize {run.method.quantize} has no fake kernel; plan without --simulate, or add "
-            "--set method.quantize=none for the step on dense weights"
-        )
-    refuse_what_fakes_cannot(run)
+    refuse_unsupported(run)
+    refuse_what_fakes_cannot(run, layout)
     kernel = stand_in(attention_kernel)
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
@@ -86,14 +84,33 @@ def rehearse(
         )
 
 
-def refuse_what_fakes_cannot(run: Run) -> None:
+def refuse_what_fakes_cannot(run: Run, layout: Layout) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
-    train, method = run.train, run.method
-    if train.optimizer != "adamw":
-        raise RunFileError(f"rehearsal: train.optimizer {train.optimizer} has no fake kernel; set adamw")
-    if method.quantize != "none":
+    method, router = run.method, run.router
+    if method.quantize != "none" and (layout.ep > 1 or layout.dense == "zero3"):
         raise RunFileError(
-            f"rehearsal: method.quantize {method.quantize} has no fake kernel; set none, or leave out --simulate"
+            f"rehearsal: method.quantize {method.quantize}: a base in few bits cannot be divided over ranks yet; set "
+            "parallel.ep: 1 and dense: replicate or zero2"
+        )
+    if router.balance or router.z:
+        raise RunFileError(
+            "rehearsal: router.balance and router.z need the router's score function, which is told from values; set "
+            "both to 0 (they add a few tensors of tokens × experts), or leave out --simulate"
+        )
+    if router.capacity != "dropless":
+        raise RunFileError(
+            "rehearsal: with router.capacity the routing decides how many rows are left, and fake tensors have no "
+            "routing; set dropless for the upper bound, or leave out --simulate"
+        )
+    if isinstance(run.parallel, Parallel) and run.parallel.cp != 1:
+        raise RunFileError(
+            f"rehearsal: parallel.cp {run.parallel.cp}: how documents are cut changes with every micro-batch, and "
+            "is not rehearsed; set cp: 1, or leave out --simulate"
+        )
+    if method.quantize == "fp8":
+        raise RunFileError(
+            "rehearsal: method.quantize fp8 keeps what is FP8 in the weight files, and a rehearsal reads none; leave "
+            "out --simulate, or set nf4 or none"
         )
     if method.adapter is not None and method.adapter.experts is not None:
         raise RunFileError(
@@ -144,11 +161,13 @@ def build(
         model.tie_weights()  # as the loader does after it
     put_seams(model, source=run.model.path)
     settle(model, ranks)
+    if run.method.quantize == "nf4":
+        store_nf4(model)
     if ranks.layout.ep > 1:
         assume_routing(model, load=expert_load)
     adapter = run.method.adapter
     if adapter:
-        add_adapters(model, adapter, seed=run.train.seed)
+        add_adapters(model, adapter, seed=run.train.seed, kept=() if run.router_trains else ("router",))
     else:
         train_weights(model, run.method.roles, router=run.router.train)
     recompute(model, run.train.checkpointing)

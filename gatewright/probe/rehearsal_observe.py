@@ -102,9 +102,13 @@ def observe_depth(build: Build, steps: Steps, depth: int, *, spread: Spread = la
 def observe_model(model: PreTrainedModel, steps: Steps, *, spread: Spread = lambda model: {}) -> Observed:
     """The steps of a model as it stands, on fake or on real tensors."""
     gc.collect()  # what an earlier model left behind must not be freed while this one is counted
-    with LiveBytes() as live:
-        live.watch(model, decoder_blocks(model))
-        held = steps(model, live)
+    gc.disable()  # nor may cycles be freed at a moment that differs from run to run
+    try:
+        with LiveBytes() as live:
+            live.watch(model, decoder_blocks(model))
+            held = steps(model, live)
+    finally:
+        gc.enable()
     parts = spread(model)
     sizes = [(p.numel() * parts.get(name, 1), p.requires_grad) for name, p in model.named_parameters()]
     return Observed(

@@ -26,6 +26,7 @@ def render(rehearsal: Rehearsal) -> str:
         f"{short(rehearsal.model, 60)}: {depth}; {rehearsal.trainable_parameters:,} of",
         f"{rehearsal.parameters:,} parameters train; step of {rehearsal.trainer}, attention {rehearsal.attention}",
         f"micro-batch {rehearsal.tokens:,} tokens in {documents}; rehearsed in {rehearsal.seconds:.1f} s",
+        *layout_lines(rehearsal),
         "",
         f"{'phase':<9}{'peak GiB':>9}" + "".join(f"{title:>12}" for title in BORN.values()),
     ]
@@ -41,6 +42,19 @@ def render(rehearsal: Rehearsal) -> str:
         "memory the allocator reserves beyond, the context of the process.",
     ]
     return "\n".join(lines)
+
+
+def layout_lines(rehearsal: Rehearsal) -> list[str]:
+    """What is divided over ranks, and what had to be assumed of the others."""
+    if rehearsal.layout == "1 rank":
+        return ["one process: nothing is divided over GPUs"]
+    lines = [f"rank 0 of {rehearsal.layout}"]
+    if rehearsal.expert_load is not None:
+        lines.append(
+            f"assumed: its experts receive {rehearsal.expert_load:g} times the rows of perfect balance "
+            "(1: balanced routing)"
+        )
+    return lines
 
 
 def short(text: str, width: int) -> str:

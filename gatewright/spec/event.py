@@ -100,6 +100,10 @@ class StepDone:
     """Mean over layers and tokens of logsumexp(logits)², before its weight; None where it is not computed."""
     data_step: int | None = None
     """Whose data it took, counted from 0: step - 1, more after a rollback that skipped some."""
+    rank_step_s: list[float] = field(default_factory=list)
+    """step_s of each rank; empty for one process."""
+    rank_memory_bytes: list[int] = field(default_factory=list)
+    """memory_bytes of each rank; empty for one process."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
 

@@ -76,6 +76,12 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
+    divides = run.parallel != "auto" and (run.parallel.ep > 1 or run.parallel.dense != "replicate")
+    if divides and run.train.optimizer == "adamw8bit":
+        raise RunFileError(
+            "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
+            "adamw, or parallel.ep: 1 and dense: replicate"
+        )
     if run.parallel != "auto" and run.method.adapter:
         if run.parallel.dense == "zero3" and run.method.adapter.full:
             raise RunFileError(

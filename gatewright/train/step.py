@@ -104,7 +104,8 @@ def train_step(
     if expert_tokens is not None and dropped is not None:
         expert_tokens, dropped = ranks.sum(expert_tokens), ranks.sum(dropped)
     if router is not None and router.on and expert_tokens is not None:
-        balance_loss, z_loss = router.finish_step(*map(ranks.sum, router.sums()), expert_tokens)
+        scores_LE, values_L2 = router.sums()
+        balance_loss, z_loss = router.finish_step(ranks.sum(scores_LE), ranks.sum(values_L2), expert_tokens)
     mean_loss = (ranks.sum(loss_sum) / target_tokens).item()
     norm = gradients.norm()
     grad_norm = norm.item()

@@ -17,6 +17,7 @@ VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", 
     *("export", "verify"),
     *("submit", "status", "list", "logs", "cancel", "cluster show"),
     "data schedule",
+    *("checkpoint list", "checkpoint verify", "checkpoint consolidate"),
     *("router measure", "router capacity", "router placement"),
 }
 """Every verb. A new one is a promise to users: it is written here, in the README and in the changelog."""

@@ -10,7 +10,10 @@ MAX_LINES = 400
 DRAWERS = {"utils.py", "util.py", "common.py", "helpers.py", "base.py", "misc.py"}
 COMMAND_LINE = tuple(
     PACKAGE / f"{name}.py"
-    for name in ("cli", "cli_campaign", "cli_check", "cli_data", "cli_plan", "cli_probe", "cli_router", "cli_export")
+    for name in (
+        *("cli", "cli_campaign", "cli_check", "cli_checkpoint", "cli_data", "cli_export", "cli_parity", "cli_plan"),
+        *("cli_probe", "cli_router"),
+    )
 )
 """Where a verb imports its part of the house when it is called."""
 HOMES = ("gatewright", "examples", "benchmarks", "tests")

@@ -52,12 +52,30 @@ def test_the_peak_is_in_the_first_line(plan: Plan, arguments: tuple[str, ...], d
     assert sorted(path.name for path in Path().rglob("*")) == ["config.json", "run.yaml", "tiny"]
 
 
+HARDWARE = ("--set", "hardware.gpu=h200", "--set", "hardware.per_node=2", "--set", "hardware.nodes=2")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*WORDS, "--gpus", "4", "--parallel", "dense=zero3"),
+        ("run.yaml", *HARDWARE, "--set", "parallel.dense=zero3"),
+    ],
+)
+def test_the_layout_is_that_of_the_run_file_or_of_the_words(plan: Plan, arguments: tuple[str, ...]) -> None:
+    code, out, err = plan(*arguments)
+    assert code == 0, err
+    assert "rank 0 of 4 ranks: zero3" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tiny", "--method", "qlora"), "has no 4-bit weights"),
         (("tiny", "--html", "a.html"), "--simulate does not go with --html"),
-        (("tiny", "--gpus", "8"), "does not go with --gpus"),
+        (("tiny", "--gpus", "8", "--parallel", "ep=3"), "ep"),
+        (("tiny", "--parallel", "ep=2"), "give --gpus too"),
+        (("run.yaml", "--gpus", "2"), "write --set hardware.nodes=... instead"),
+        (("run.yaml", "--set", "parallel.dense=zero3"), "the run file has no hardware section"),
         (("tiny", "--storage", "fp8"), "--storage does not go with --simulate"),
         (("Qwen3-8", "--tokens", "128"), "Nearest in the catalogue: Qwen3-8B"),
         (("tiny", "--tokens", "0"), "tokens 0: wanted"),

@@ -9,6 +9,8 @@ from tiny import config, save_model
 from torch import Tensor
 
 from gatewright.model import attention, expert_lora
+from gatewright.model.load import load_model
+from gatewright.model.quantized import weight_bytes
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import alone
 from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
@@ -199,6 +201,28 @@ def test_the_text_fits_100_columns_and_begins_with_the_answer() -> None:
     assert "8 layers, extended from 2 and 4" in lines[1]
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_four_bits_take_what_the_loader_makes_of_them(kind: str, tmp_path: Path) -> None:
+    """The frozen base, to the byte; and the step makes one weight dense at a time."""
+    folder = save_model(kind, tmp_path / "base", hidden_size=128)
+    values = make_run(["attention"], model=str(folder)).model_dump()
+    values["method"]["quantize"] = "nf4"
+    run = Run.model_validate(values)
+    loaded = load_model(run.model, device=torch.device("cpu"), kernel=CPU, quantize="nf4")
+    done = rehearse(run, lengths=[30, 40], full_depth=True)
+    assert done.held.frozen == weight_bytes(loaded)
+
+
+def test_eight_bit_moments_take_a_quarter() -> None:
+    shape = config("llama", hidden_size=512, num_attention_heads=8)
+    plain, small = (
+        rehearse(make_run(None, dtype="bfloat16", optimizer=name), lengths=[64], config=shape).held
+        for name in ("adamw", "adamw8bit")
+    )
+    assert plain.optimizer == 2 * plain.weights
+    assert small.optimizer == pytest.approx(plain.weights, rel=0.05)  # a byte a moment, and a scale every 256
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [1], [8, 0], [-5]])
 def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> None:
     with pytest.raises(RunFileError, match="document lengths"):
@@ -206,12 +230,20 @@ def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> Non
 
 
 def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
-    with pytest.raises(RunFileError, match="adamw8bit has no fake kernel"):
-        rehearse(make_run(None, optimizer="adamw8bit"), lengths=[8], config=config("llama"))
-    small = make_run(["attention"]).model_dump()
-    small["method"]["quantize"] = "nf4"
-    with pytest.raises(RunFileError, match="method.quantize nf4 has no fake kernel"):
-        rehearse(Run.model_validate(small), lengths=[8], config=config("llama"))
+    def changed(**sections: dict[str, object]) -> Run:
+        values = make_run(["experts"]).model_dump()
+        return Run.model_validate(
+            {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in values.items()}
+        )
+
+    for run, layout, says in (
+        (changed(method={"quantize": "fp8"}), Layout(), "fp8 keeps what is FP8 in the weight files"),
+        (changed(method={"quantize": "nf4"}), Layout(ranks=2, ep=2), "cannot be divided over ranks yet"),
+        (changed(router={"balance": 0.01, "train": True}), Layout(), "score function"),
+        (changed(router={"capacity": 1.25}), Layout(), "router.capacity"),
+    ):
+        with pytest.raises(RunFileError, match=says):
+            rehearse(run, lengths=[8], config=config("qwen3_moe"), layout=layout)
     some = make_run(["experts"]).model_dump()
     some["method"]["adapter"]["experts"] = {"most_routed": 0.5}
     with pytest.raises(RunFileError, match="fake tensors have no routing"):

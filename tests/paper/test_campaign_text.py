@@ -42,7 +42,7 @@ SCRIPTS = {
         "h200", 2, "{machine: h200, partition: gpu, qos: long, time_limit: 2d, links: 4, container: {kind: pyxis, "
         "image: nvcr.io#nvidia/pytorch:26.05, binds: ['/data:/data']}, env: ['NCCL_DEBUG=INFO', 'NCCL_IB_HCA==mlx5']}",
     ),
-    "mi300x-venv": ("mi300x", 1, "{machine: mi300x, venv: /work/venv, time_limit: 90m, sbatch: [--exclusive]}"),
+    "mi300x-venv": ("mi300x", 1, "{machine: mi300x, venv: /opt/venv, time_limit: 90m, sbatch: [--exclusive]}"),
     "plain": ("h200", 1, "{partition: gpu, memory_gib: 500, cpus_per_gpu: 12}"),
 }  # fmt: skip
 

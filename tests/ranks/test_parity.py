@@ -7,9 +7,13 @@ import pytest
 import tiny
 import torch
 from processes import free_ports, on_ranks
-from steps import Taken, alone, put_together, take_steps
+from steps import CPU, Taken, alone, put_together, take_steps
 
+from gatewright.model.load import read_config
+from gatewright.parallel.layout import layout_of
+from gatewright.parallel.parity import Parity, compare
 from gatewright.parallel.place import Place
+from gatewright.parallel.ranks import join_ranks
 from gatewright.spec.run import Run
 
 RELATIVE = 1e-5
@@ -126,3 +130,19 @@ def test_adapters_are_the_same_on_every_rank_after_some_steps(tmp_path: Path) ->
             for weight, tensor in ranks[rank][name].held.items():
                 like = ranks[first if ".experts." in weight else 0][name].held[weight]
                 assert torch.equal(tensor, like), f"{name}: {weight} on rank {rank}"
+
+
+def self_test(place: Place, run: Run, ports: list[int]) -> list[Parity]:
+    found = []
+    for port, dtype in zip(ports, (torch.float32, torch.bfloat16), strict=True):
+        layout = layout_of(run.parallel, ranks=place.size)
+        with join_ranks(replace(place, port=port), layout, device=CPU, timeout_s=60) as ranks:
+            found.append(compare(read_config(Path(run.model.path)), ranks, dtype=dtype))
+    return found
+
+
+def test_the_self_test_holds_on_this_machine(tmp_path: Path) -> None:
+    run = make(tmp_path, "self test", "qwen3_moe", {}, {"ep": 2})
+    for ranks in on_ranks(4, tmp_path / "ranks", self_test, run, free_ports(2)):
+        for found in ranks:
+            assert found.holds and found.tolerance > 0 and found.output >= 0, found

@@ -105,3 +105,15 @@ def test_a_manifest_lists_the_files_of_every_rank(tmp_path: Path) -> None:
     assert names == [*STATE_OF_TWO, "state.json"]
     first, second = ((last / name).stat().st_size for name in STATE_OF_TWO)
     assert abs(first - second) < 0.1 * first
+
+
+def test_saving_leaves_the_optimizer_its_view_of_the_weights(tmp_path: Path) -> None:
+    """Saved after every step or only at the end, a run on shared experts' state comes to the same weights."""
+    layout = {"ep": 2, "dense": "zero2"}
+    often = make(tmp_path, "often", layout)
+    once = make(tmp_path, "once", layout)
+    once = once.model_copy(update={"train": once.train.model_copy(update={"save_every_steps": STEPS})})
+    finish(often, 4)
+    finish(once, 4)
+    file = "adapter/adapter_model.safetensors"
+    assert (often.folder / file).read_bytes() == (once.folder / file).read_bytes()

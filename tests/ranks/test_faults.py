@@ -1,0 +1,156 @@
+"""A rank that dies, hangs or is asked to stop ends the run on all ranks in bounded time; a restart goes on."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from whole_runs import Started, finish, start
+
+from gatewright.spec.run import Run
+from gatewright.train import checkpoint, loop
+
+RANKS = 4
+PATIENCE_S = 60
+LAYOUT = {"parallel__ep": 2, "parallel__dense": "zero2"}
+
+
+def make(folder: Path, name: str, *, steps: int = 24, **changes: object) -> Run:
+    return tiny.make_run(
+        folder, "qwen3_moe", run=name, train__steps=steps, train__save_every_steps=2, train__micro_batch_tokens=100,
+        method__adapter__dropout=0.1, **LAYOUT | changes,
+    )  # fmt: skip
+
+
+def wait_for_step(run: Run, step: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not (run.folder / "events.jsonl").exists() or step not in {e["step"] for e in tiny.events(run, "step")}:
+        assert time.monotonic() < until, f"step {step} was not reached"
+        time.sleep(0.01)
+
+
+def result(run: Run) -> dict[str, bytes]:
+    """The bytes of the adapter and of every rank's last state."""
+    last = max((run.folder / "checkpoints").glob("step-*"))
+    files = [*sorted(last.glob("state-*.safetensors")), run.folder / "adapter" / "adapter_model.safetensors"]
+    return {file.name: file.read_bytes() for file in files}
+
+
+def kill_one(started: Started, draw: random.Random, *, after_s: float, in_a_save: bool) -> tuple[bool, bool]:
+    """Kills a rank after some time, or as soon as a save is under way: (whether it was killed, in a save)."""
+    until, partials = time.monotonic() + (10 if in_a_save else 1) * after_s, started.run.folder / "checkpoints"
+    while time.monotonic() < until and not (in_a_save and any(partials.glob(".partial-step-*"))):
+        time.sleep(0.001)
+    saving = any(partials.glob(".partial-step-*"))
+    os.kill(started.pids[draw.randrange(RANKS)], signal.SIGKILL)
+    codes = started.wait(patience_s=PATIENCE_S)
+    return any(codes), saving
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_ranks_killed_at_any_moment_change_nothing(tmp_path: Path, kills: int) -> None:
+    """Every third kill in the middle of a save; each time all ranks end; the last weights are those of a quiet run."""
+    undisturbed = make(tmp_path, "undisturbed")
+    began = time.monotonic()
+    finish(undisturbed, RANKS)
+    whole_s = time.monotonic() - began
+    draw, done, in_saves = random.Random(0), 0, 0
+    runs = [make(tmp_path, "killed-0")]
+    while done < kills:
+        in_a_save = done % 3 == 0
+        after_s = draw.uniform(0.2, 0.9) * whole_s
+        killed, saving = kill_one(start(runs[-1], RANKS), draw, after_s=after_s, in_a_save=in_a_save)
+        done += killed
+        in_saves += killed and saving
+        if not killed:
+            runs.append(make(tmp_path, f"killed-{len(runs)}"))
+    finish(runs[-1], RANKS)
+    assert in_saves >= kills // 6
+    for run in runs:
+        assert result(run) == result(undisturbed), run.run
+
+
+def test_what_is_said_when_a_rank_dies(tmp_path: Path) -> None:
+    run = make(tmp_path, "dies", steps=10_000)
+    started = start(run, RANKS)
+    wait_for_step(run, 3)
+    began = time.monotonic()
+    os.kill(started.pids[2], signal.SIGKILL)
+    codes = started.wait(patience_s=PATIENCE_S)
+    assert time.monotonic() - began < 20
+    assert codes == [1, 1, -signal.SIGKILL, 1]
+    logs = [started.log(rank) for rank in (0, 1, 3)]
+    said = [log for log in logs if "lost contact with another rank" in log]
+    assert len(said) == 1, "the reason is told once"
+    assert checkpoint.newest_sound(run.folder / "checkpoints", warn=print).step >= 2
+
+
+def test_a_rank_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+    run = make(tmp_path, "hangs", steps=10_000, parallel__timeout_s=5)
+    started = start(run, RANKS)
+    wait_for_step(run, 3)
+    began = time.monotonic()
+    os.kill(started.pids[1], signal.SIGSTOP)
+    alive = [pid for rank, pid in enumerate(started.pids) if rank != 1]
+    while any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in alive):
+        assert time.monotonic() - began < 40, "the others wait for longer than the time-out"
+        time.sleep(0.05)
+    os.kill(started.pids[1], signal.SIGKILL)
+    started.wait(patience_s=PATIENCE_S)
+    text = "".join(started.log(rank) for rank in (0, 2, 3))
+    assert "Timed out waiting" in text and "lost contact with another rank" in text
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path: Path, name: str) -> None:
+    quiet, stopped = make(tmp_path, "quiet", steps=12), make(tmp_path, "stopped", steps=12)
+    finish(quiet, RANKS)
+    started = start(stopped, RANKS)
+    wait_for_step(stopped, 3)
+    os.kill(started.pids[3], signal.Signals[name])
+    codes = started.wait(patience_s=PATIENCE_S)
+    if codes != [0] * RANKS:  # it may have been at its end
+        assert codes == [loop.SAVED] * RANKS, [started.log(rank) for rank in range(RANKS)]
+        assert "start the same command again to go on" in started.log(0)
+        finish(stopped, RANKS)
+    assert result(stopped) == result(quiet)
+
+
+def test_a_flipped_byte_costs_one_checkpoint(tmp_path: Path) -> None:
+    quiet, damaged = make(tmp_path, "quiet", steps=8), make(tmp_path, "damaged", steps=8)
+    finish(quiet, RANKS)
+    finish(damaged, RANKS)
+    file = damaged.folder / "checkpoints" / "step-00000008" / "state-00002-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    started = start(damaged, RANKS)
+    assert started.wait(patience_s=PATIENCE_S) == [0] * RANKS
+    assert "state-00002-of-00004.safetensors does not have the hash in the manifest" in started.log(0)
+    assert "going on after step 6/8" in started.log(0)
+    assert result(damaged) == result(quiet)
+
+
+def test_a_disk_that_refuses_one_rank_ends_all_and_keeps_what_was(tmp_path: Path) -> None:
+    """The state file of rank 3 cannot be written: a folder stands in its place."""
+    run = make(tmp_path, "full", steps=4)
+    blocked = run.folder / "checkpoints" / ".partial-step-00000004" / "state-00003-of-00004.safetensors"
+    started = start(run, RANKS)
+    until = time.monotonic() + PATIENCE_S
+    while started.run.folder.exists() is False or not (run.folder / "checkpoints" / "step-00000002").exists():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    while time.monotonic() < until and not blocked.parent.exists():
+        time.sleep(0.0002)
+    try:
+        blocked.mkdir()
+    except FileExistsError:
+        started.wait(patience_s=PATIENCE_S)
+        pytest.skip("the file was written before it could be blocked")
+    codes = started.wait(patience_s=PATIENCE_S)
+    assert codes == [1] * RANKS
+    assert any("rank 3: " in started.log(rank) and "not saved" in started.log(rank) for rank in range(RANKS))
+    assert checkpoint.newest_sound(run.folder / "checkpoints", warn=print).step == 2

@@ -1,0 +1,105 @@
+"""Layouts and environments that cannot be: an error that says what to change, on all ranks, and nothing written."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+from whole_runs import start
+
+from gatewright.parallel.layout import Layout, layout_of, refuse_experts
+from gatewright.parallel.place import ALONE, Place, find_place, first_host
+from gatewright.spec.errors import RunFileError, UserError
+from gatewright.spec.run import Parallel
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "message"),
+    [
+        ({"ep": 2}, 1, r"parallel\.ep = 2 needs several ranks, and this is one process; start it with --nproc N"),
+        ({"ep": 3}, 4, r"parallel\.ep = 3 does not divide the 4 ranks; use 1, 2, 4"),
+        ({"ep": 4, "dp_replicate": 2}, 4, r"parallel\.ep = 4 does not divide the 2 ranks of a copy; use 1, 2"),
+        ({"dp_replicate": 3}, 4, r"parallel\.dp_replicate = 3 does not divide the 4 ranks; use 1, 2, 4"),
+        ({"cp": 3}, 4, r"parallel\.cp = 3 does not divide the 4 ranks; use 1, 2, 4"),
+    ],
+)
+def test_a_layout_that_cannot_be(parallel: dict[str, object], ranks: int, message: str) -> None:
+    with pytest.raises(RunFileError, match=message):
+        layout_of(Parallel(**parallel), ranks=ranks)
+
+
+def test_experts_that_cannot_be_dealt() -> None:
+    with pytest.raises(RunFileError, match=r"ep = 4 does not divide the 6 experts of a layer; use 1, 2, 3, 6"):
+        refuse_experts(Layout(ranks=4, ep=4), 6)
+    with pytest.raises(RunFileError, match="no routed experts; set ep: 1"):
+        refuse_experts(Layout(ranks=4, ep=4), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3_moe", {"parallel__ep": 3}, "parallel.ep = 3 does not divide the 2 ranks"),
+        ("llama", {"parallel__ep": 2}, "this model has no routed experts; set ep: 1"),
+        ("qwen3_moe", {"data__max_tokens": 20}, "longer than data.max_tokens = 20"),
+        (
+            "qwen3_moe",
+            {"parallel__dense": "zero3", "method__adapter__full": ["norm"]},
+            "cannot be sharded by zero3 yet",
+        ),
+        ("qwen3_moe", {"parallel__dense": "zero2", "train__optimizer": "adamw8bit"}, "set optimizer: adamw"),
+    ],
+)
+def test_a_mistake_ends_all_ranks_and_is_told_once(
+    tmp_path: Path, kind: str, changes: dict[str, object], message: str
+) -> None:
+    run = tiny.make_run(tmp_path, kind, **changes)
+    started = start(run, 2)
+    assert started.wait(patience_s=60) == [2, 2]
+    logs = [started.log(rank) for rank in range(2)]
+    assert any(message in log for log in logs), logs
+    assert not (run.folder / "checkpoints").exists() and not (run.folder / "adapter").exists()
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    run = tiny.make_run(tmp_path, "qwen3_moe", train__steps=100_000)
+    first = start(run, 2)
+    while not (run.folder / "events.jsonl").exists():
+        pass
+    # Not the same logs: this one is the second.
+    second = start(run.model_copy(update={"run": "tiny"}), 2)
+    assert second.wait(patience_s=60) == [2, 2]
+    assert any("is working in it" in second.log(rank) for rank in range(2))
+    first.kill_all(first.pids)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("nid001", "nid001"),
+        ("nid001,nid002", "nid001"),
+        ("nid[0012-0020,0031]", "nid0012"),
+        ("gpu-[3,7]-x", "gpu-3-x"),
+        ("a1,b[2-4]", "a1"),
+    ],
+)
+def test_the_first_host_of_a_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_the_place_that_srun_tells() -> None:
+    step = {
+        "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "nid[004-005]",
+    }  # fmt: skip
+    place = find_place(step)
+    assert (place.rank, place.size, place.local_rank, place.address) == (5, 8, 1, "nid004")
+    assert find_place(step) == place and 20000 <= place.port < 30000
+    assert find_place({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}) == ALONE  # in sbatch, not srun
+    with pytest.raises(UserError, match="SLURM_LOCALID"):
+        find_place({name: value for name, value in step.items() if name != "SLURM_LOCALID"})
+
+
+def test_the_place_that_torchrun_tells() -> None:
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    assert find_place(told) == Place(rank=1, size=2, local_rank=1, address="h", port=29500)
+    with pytest.raises(UserError, match=r"MASTER_PORT = 'x' in the environment is not a number"):
+        find_place(told | {"MASTER_PORT": "x"})
