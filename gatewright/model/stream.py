@@ -103,9 +103,7 @@ class Weight:
         else:
             whole = self.whole(dtype)[target]
             self._agree(whole.shape, shape)
-            made = whole.view(-1, *shape[-2:])
-            if len(shape) == 3:
-                made = (made[row] for row in rows)
+            made = whole[list(rows)] if self.is_divided(target) else whole.view(-1, *shape[-2:])
         for matrix in made:
             self._agree(matrix.shape, shape[-2:])
             yield matrix

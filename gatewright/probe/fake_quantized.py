@@ -22,11 +22,12 @@ def store_nf4(model: PreTrainedModel) -> None:
 def empty_nf4(shape: torch.Size, dtype: torch.dtype) -> NF4Weight:
     """A weight of this shape as quantize_nf4 lays it out."""
     matrix = shape[-2] * shape[-1]
-    blocks = shape.numel() // matrix * -(-matrix // BLOCK)
+    count, blocks = shape.numel() // matrix, -(-matrix // BLOCK)
     sizes = {
-        "codes": (blocks * BLOCK // 2, torch.uint8),
-        "absmax": (blocks, torch.uint8),
-        "scale": (-(-blocks // ABSMAX_BLOCK), torch.float32),
+        "codes": ((count * blocks * BLOCK // 2,), torch.uint8),
+        "absmax": ((count, blocks), torch.uint8),
+        "scale": ((count * -(-blocks // ABSMAX_BLOCK),), torch.float32),
+        "offset": ((count,), torch.float32),
     }
     parts = {name: torch.empty(size, dtype=kind, device="meta") for name, (size, kind) in sizes.items()}
-    return NF4Weight(parts | {"offset": torch.empty((), device="meta")}, shape=shape, dtype=dtype)
+    return NF4Weight(parts, shape=shape, dtype=dtype)

@@ -89,7 +89,7 @@ def refuse_what_fakes_cannot(run: Run, layout: Layout) -> None:
     method, router = run.method, run.router
     if method.quantize != "none" and (layout.ep > 1 or layout.dense == "zero3"):
         raise RunFileError(
-            f"rehearsal: method.quantize {method.quantize}: a base in few bits cannot be divided over ranks yet; set "
+            f"rehearsal: method.quantize {method.quantize}: a base in few bits that is divided cannot be rehearsed yet; set "
             "parallel.ep: 1 and dense: replicate or zero2"
         )
     if router.balance or router.z:
