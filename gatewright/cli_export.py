@@ -191,7 +191,7 @@ def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, co
     from gatewright.export.fit import running_bytes
 
     table = Table(title=f"{manifest['name']} against the original in float32; in brackets, the base model's own")
-    for name in ("file", "GiB", "KL median", "KL p99", "top-1", "answers", "tokens/s"):
+    for name in ("file", "GiB", "KL median", "KL mean", "top-1", "answers", "tokens/s"):
         table.add_column(name, justify="left" if name == "file" else "right")
     table.add_column(f"GiB at {context_tokens:,} tokens", justify="right")
     table.add_column("verdict")
@@ -202,7 +202,7 @@ def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, co
         table.add_row(
             entry["file"] + (f" on {entry['on_base']}" if entry["on_base"] else ""),
             f"{figures['file_bytes'] / GIB:.2f}",
-            *(f"{figures[key]:.1e}" + (f" ({floor[key]:.1e})" if floor else "") for key in ("kl_median", "kl_p99")),
+            *(f"{figures[key]:.1e}" + (f" ({floor[key]:.1e})" if floor else "") for key in ("kl_median", "kl_mean")),
             f"{figures['top1']:.1%}",
             f"{figures['same_answers']}/{figures['answers']}",
             f"{figures['write_tokens_per_s']:.0f}",

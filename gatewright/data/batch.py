@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gatewright.data.view import DocumentView
-from gatewright.packing.exchange import Exchange
+from gatewright.packing.exchange_plan import Plan
 from gatewright.packing.schedule import Slice
 
 IGNORED = -100
@@ -34,7 +34,7 @@ class Batch:
     lengths: tuple[int, ...]
     documents: tuple[int, ...]
     """Numbers of the documents in their view; none in a filler."""
-    exchange: Exchange | None = None
+    exchange: Plan | None = None
     """Where documents are cut: the keys and values that ranks exchange. Lengths are then those of the slices."""
     context: Callable[..., Tensor] | None = None
     """Attention that makes this exchange; put there when the batch is placed on its device."""
@@ -85,7 +85,7 @@ def make_batch(view: DocumentView, documents: Sequence[int]) -> Batch:
     )
 
 
-def make_slices(view: DocumentView, slices: Sequence[Slice], exchange: Exchange) -> Batch:
+def make_slices(view: DocumentView, slices: Sequence[Slice], exchange: Plan | None) -> Batch:
     """The micro-batch that holds these parts of documents; a part's last label is the token that follows in another."""
     tokens, labels, positions = [], [], []
     for number, start, end in slices:
@@ -107,7 +107,7 @@ def make_slices(view: DocumentView, slices: Sequence[Slice], exchange: Exchange)
     )
 
 
-def filler(exchange: Exchange | None = None) -> Batch:
+def filler(exchange: Plan | None = None) -> Batch:
     """The micro-batch of a rank that has none left, while others still work: one token, which counts for nothing.
 
     `exchange`: its part in what the others exchange, which every rank must come to.

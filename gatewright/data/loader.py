@@ -13,9 +13,10 @@ import numpy as np
 
 from gatewright.data.batch import Batch, filler, make_batch, make_slices
 from gatewright.data.view import DocumentView
-from gatewright.packing.cost import CostModel
+from gatewright.packing.cost import CostModel, Rates
 from gatewright.packing.epoch import EpochPlan
-from gatewright.packing.exchange import idle_exchange, plan_exchange
+from gatewright.packing.exchange_cost import Heads, Name, choose
+from gatewright.packing.exchange_plan import plan
 from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule import MicroBatch, Slice, schedule
 
@@ -27,8 +28,13 @@ class Cut:
     capacity: int
     """Tokens that a rank holds in a micro-batch."""
     costs: CostModel
-    size: int | None = None
+    size: int | None
     """Ranks that share each document; None: as many as the schedule finds best, document by document."""
+    heads: Heads
+    """Of a layer, for the price of an exchange."""
+    rates: Rates
+    exchanges: tuple[Name, ...]
+    """To choose from in each micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +78,31 @@ class Loader:
             yield make_batch(self.view, packs[mine].tolist()) if mine < len(packs) else filler()
 
     def _scheduled(self, packs: Sequence[IntArray], cut: Cut) -> Iterator[Batch]:
+        for slices in self._slices(packs, cut):
+            chosen = choose(slices, heads=cut.heads, rates=cut.rates, among=cut.exchanges)
+            # A rank that has nothing runs a filler, which is a document of its own to the exchange.
+            filled = [held or [Slice(-1 - rank, 0, 1)] for rank, held in enumerate(slices)]
+            part = plan(filled, self.rank, chosen)
+            yield make_slices(self.view, slices[self.rank], part) if slices[self.rank] else filler(part)
+
+    def exchanges(self, step: int) -> dict[str, int]:
+        """Micro-batches of a step by the exchange they make, on any rank; `whole`: those that cut no document."""
+        assert self.cut is not None
+        counts: dict[str, int] = {}
+        for slices in self._slices(self.plan.micro_batches(step, self.packs_per_step), self.cut):
+            chosen = choose(slices, heads=self.cut.heads, rates=self.cut.rates, among=self.cut.exchanges)
+            name = f"{chosen[0]} over {chosen[1]}" if chosen else "whole"
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def _slices(self, packs: Sequence[IntArray], cut: Cut) -> Iterator[list[list[Slice]]]:
+        """[ranks] of each micro-batch."""
         documents = np.concatenate(packs)
         planned = schedule(
             self.view.lengths[documents], ranks=self.ranks, capacity=cut.capacity, costs=cut.costs, size=cut.size
         )
         for micro_batch in planned.micro_batches:
-            slices = _numbered(micro_batch, documents)
-            if slices[self.rank]:
-                yield make_slices(self.view, slices[self.rank], plan_exchange(slices, self.rank))
-            else:
-                yield filler(idle_exchange(self.ranks))
+            yield _numbered(micro_batch, documents)
 
 
 def _numbered(micro_batch: MicroBatch, documents: IntArray) -> list[list[Slice]]:

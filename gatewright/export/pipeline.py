@@ -47,6 +47,8 @@ from gatewright.model.sources import read_format
 from gatewright.spec.errors import UserError
 
 SOURCE_OF_QUANTISED: Precision = "f16"
+FIGURES_VERSION = 2
+"""Of what is measured; figures of another version are measured again."""
 MERGE_KL = {torch.float32: 1e-6, torch.float16: EXACT_KL}
 """Median KL of the merged model from the base model with its adapter beside it, at most."""
 
@@ -286,7 +288,8 @@ class _Export:
             return measure(file, known, threads=self.request.threads, adapter=adapter, tick=tick).as_dict()
 
         inputs = {
-            "file": file.stat().st_size, "made": file.stat().st_mtime_ns, "figures": 2, "reference": file_sha256(reference),
+            "file": file.stat().st_size, "made": file.stat().st_mtime_ns,
+            "reference": file_sha256(reference), "figures": FIGURES_VERSION,
             "adapter": file_sha256(adapter) if adapter else None, "library": version("llama-cpp-python"),
         }  # fmt: skip
         return self.steps.run(f"compare-{side}-{recipe.label}", f"compare {side} {recipe.label}", inputs, list, action)

@@ -9,7 +9,6 @@ Shapes: T tokens, S documents, N query heads, K key/value heads, D head size.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from gatewright.model.attention_slices import attend_slices
+from gatewright.model.attention_slices import SliceAttention
 from gatewright.model.sparse_attention import attend_masked, attend_to_chosen, band
 from gatewright.spec.errors import ModelError
 
@@ -100,7 +99,7 @@ def install(kernel: Kernel) -> None:
                     f"{type(module).__name__} has soft caps, sinks, masks or chunks, which are not proved with "
                     "documents cut over ranks; set parallel.cp: 1"
                 )
-            attend = partial(attend_slices, scale=scale, window=sliding_window)
+            attend = SliceAttention(scale, sliding_window)
             return context(query, key, value, attend).contiguous(), None
         if indices is not None:
             if softcap is not None or sliding_window is not None:

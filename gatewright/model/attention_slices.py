@@ -4,10 +4,25 @@ Shapes: T tokens of all slices, C keys of all slices, N query heads, K key/value
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class SliceAttention:
+    """A layer's attention from slices: what an exchange of keys and values is given to attend with."""
+
+    scale: float
+    window: int | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, query_lengths: Sequence[int], key_lengths: Sequence[int]
+    ) -> Tensor:
+        """Output [1, T, N, D'] of q [1, N, T, D] to k [1, K, C, D] and v [1, K, C, D']."""
+        return attend_slices(q, k, v, query_lengths, key_lengths, scale=self.scale, window=self.window)
 
 
 def attend_slices(

@@ -46,9 +46,9 @@ def plan_exchange(slices: Sequence[Sequence[Slice]], rank: int) -> Exchange:
     Raises ValueError where a slice looks at tokens that nobody holds.
     """
     reach = [_reach(held) for held in slices]
-    starts = [_starts(held) for held in slices]
+    starts = [first_rows(held) for held in slices]
     send_rows = tuple(
-        _none() if other == rank else _rows_for(slices[rank], starts[rank], reach[other])
+        no_rows() if other == rank else _rows_for(slices[rank], starts[rank], reach[other])
         for other in range(len(slices))
     )
     # Place of every token of a document in [own rows, received rows].
@@ -75,18 +75,7 @@ def plan_exchange(slices: Sequence[Sequence[Slice]], rank: int) -> Exchange:
         receive_counts=tuple(receive_counts),
         query_lengths=tuple(piece.end - piece.start for piece in slices[rank]),
         key_lengths=tuple(piece.end for piece in slices[rank]),
-        key_rows=np.concatenate(key_rows) if key_rows else _none(),
-    )
-
-
-def idle_exchange(ranks: int, *, tokens: int = 1) -> Exchange:
-    """The part of a rank that holds nothing but one made-up document of so many tokens."""
-    return Exchange(
-        send_rows=(_none(),) * ranks,
-        receive_counts=(0,) * ranks,
-        query_lengths=(tokens,),
-        key_lengths=(tokens,),
-        key_rows=np.arange(tokens, dtype=np.int64),
+        key_rows=np.concatenate(key_rows) if key_rows else no_rows(),
     )
 
 
@@ -98,7 +87,7 @@ def _reach(held: Sequence[Slice]) -> dict[int, int]:
     return reach
 
 
-def _starts(held: Sequence[Slice]) -> list[int]:
+def first_rows(held: Sequence[Slice]) -> list[int]:
     """First row of each slice."""
     ends = np.cumsum([0] + [piece.end - piece.start for piece in held])
     return [int(end) for end in ends[:-1]]
@@ -111,8 +100,8 @@ def _rows_for(held: Sequence[Slice], starts: Sequence[int], reach: dict[int, int
         for piece, start in zip(held, starts, strict=True)
         if reach.get(piece.document, 0) > piece.start
     ]
-    return np.concatenate(rows) if rows else _none()
+    return np.concatenate(rows) if rows else no_rows()
 
 
-def _none() -> IntArray:
+def no_rows() -> IntArray:
     return np.empty(0, np.int64)

@@ -2,27 +2,33 @@
 
 `Moved` is the exchange for any slices: one uneven all-to-all brings each rank the rows that the causal mask lets it
 look at, and no others (packing/exchange.py says which). Its groups are whatever the schedule of the micro-batch says;
-the process group is always the same, so that no group is made while training.
+the process group is always the same.
 
-`heads` (Ulysses) is for one group whose ranks share every document: queries, keys and values are exchanged so that each
-rank has whole documents for some of the heads, and the output is exchanged back.
+`Gathered` is for groups of neighbours: every rank gets all rows of the documents that its group cuts. `HeadsDealt`
+(context_heads.py) and `Ring` (context_ring.py) are for such groups too.
 
 Shapes: T own tokens, R tokens received, C keys looked at, N query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from gatewright.model.attention_slices import SliceAttention
 from gatewright.packing.exchange import Exchange
+from gatewright.packing.exchange_gather import Gather
 
-AttendSlices = Callable[[Tensor, Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
-"""(q [1, N, T, D], k [1, K, C, D], v [1, K, C, D'], query lengths, key lengths) -> [1, T, N, D']"""
+
+class Context(Protocol):
+    """Attention of a layer over the slices of one micro-batch, with its exchange."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: SliceAttention) -> Tensor:
+        """Output [1, T, N, D'] for q [1, N, T, D], k [1, K, T, D], v [1, K, T, D'] of the own tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +54,43 @@ class Moved:
         self.key_rows_C = torch.from_numpy(exchange.key_rows).to(device)
         self.query_lengths, self.key_lengths = exchange.query_lengths, exchange.key_lengths
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: AttendSlices) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: SliceAttention) -> Tensor:
         """Output [1, T, N, D'] for q [1, N, T, D], k [1, K, T, D], v [1, K, T, D'] of the own tokens."""
-        heads, widths = k.shape[1], (k.shape[-1], v.shape[-1])
-        own = torch.cat([k, v], dim=-1)[0].transpose(0, 1).flatten(1)
+        own = rows_of(k, v)
         others = _Move.apply(own, self.rows)
-        # An index, not index_select: its gradient adds up in a fixed order on every device.
-        looked_at = torch.cat([own, others])[self.key_rows_C].unflatten(1, (heads, sum(widths))).transpose(0, 1)[None]
-        keys, values = looked_at.split(widths, dim=-1)
+        keys, values = looked_at(own, others, self.key_rows_C, k, v)
         return attend(q, keys, values, self.query_lengths, self.key_lengths)
+
+
+class Gathered:
+    """Attention over the slices of one micro-batch, of ranks that share documents with their aligned group only."""
+
+    def __init__(self, exchange: Gather, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.exchange, self.group = exchange, group
+        self.share_rows_S = torch.from_numpy(exchange.share_rows).to(device)
+        self.key_rows_C = torch.from_numpy(exchange.key_rows).to(device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: SliceAttention) -> Tensor:
+        """Output [1, T, N, D'] for q [1, N, T, D], k [1, K, T, D], v [1, K, T, D'] of the own tokens."""
+        own = rows_of(k, v)
+        shared = F.pad(own[self.share_rows_S], (0, 0, 0, self.exchange.most - len(self.share_rows_S)))
+        others = _Gather.apply(shared, self.exchange.size, self.group)
+        keys, values = looked_at(own, others, self.key_rows_C, k, v)
+        return attend(q, keys, values, self.exchange.query_lengths, self.exchange.key_lengths)
+
+
+def rows_of(k: Tensor, v: Tensor) -> Tensor:
+    """[T, K · (D + D')]: keys and values as rows of tokens."""
+    return torch.cat([k, v], dim=-1)[0].transpose(0, 1).flatten(1)
+
+
+def looked_at(own: Tensor, others: Tensor, key_rows_C: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [1, K, C, D] and values [1, K, C, D'] of these rows of own ones and others."""
+    heads, widths = k.shape[1], (k.shape[-1], v.shape[-1])
+    # An index, not index_select: its gradient adds up in a fixed order on every device.
+    rows = torch.cat([own, others])[key_rows_C].unflatten(1, (heads, sum(widths))).transpose(0, 1)[None]
+    keys, values = rows.split(widths, dim=-1)
+    return keys, values
 
 
 class _Move(torch.autograd.Function):
@@ -84,3 +118,23 @@ class _Move(torch.autograd.Function):
         for part, index in zip(returned.split(rows.send_counts), rows.send_rows, strict=True):
             total[index] += part
         return total, None
+
+
+class _Gather(torch.autograd.Function):
+    """Equally many rows of each rank to all ranks of a group; gradients added up on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, rows.shape
+        gathered = rows.new_empty(size * rows.shape[0], rows.shape[1])
+        if len(rows):
+            dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        total = grad.new_empty(ctx.shape)
+        if len(total):
+            dist.reduce_scatter_tensor(total, grad.contiguous(), group=ctx.group)
+        return total, None, None

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from gatewright.parallel.ranks import Ranks
 from gatewright.spec.errors import EndedByRank, GatewrightError, RankLost
 
 FAILED = "gatewright/failed"
+KNOWN = "gatewright/failure_known"
+"""How many ranks know of the failure."""
 LOOK_EVERY_S = 1.0
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
@@ -46,10 +48,10 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         first = watch.report(error)
+        if ranks.first:
+            watch.outlast()  # the store may live in this process: the others must have looked into it
         if first.rank != ranks.rank:
             raise EndedByRank(first.rank, first.exit_code) from error
-        if ranks.first:
-            time.sleep(2 * LOOK_EVERY_S)  # the store may live in this process: the others must have looked
         if isinstance(error, GatewrightError):
             raise type(error)(f"rank {ranks.rank}: {error}") from error
         if _is_lost_contact(error):
@@ -69,6 +71,7 @@ class _Watch:
         self.done = threading.Event()
         self.seen: Failure | None = None
         """The first failure of another rank."""
+        self.counted = False
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
@@ -92,14 +95,30 @@ class _Watch:
         mine = Failure(self.ranks.rank, code, _lost(self.ranks, error) if lost else f"{type(error).__name__}: {error}")
         try:
             # Whoever writes first stays: compare_set changes the value only where there is none.
-            return Failure(**json.loads(self.store.compare_set(FAILED, "", json.dumps(asdict(mine)))))
+            first = Failure(**json.loads(self.store.compare_set(FAILED, "", json.dumps(asdict(mine)))))
+            self._count_in()
+            return first
         except (RuntimeError, ValueError):
             return mine  # the store went with its host
+
+    def outlast(self) -> None:
+        """Waits until every other rank knows of the failure, or is taken to be dead."""
+        self.end()
+        until = time.monotonic() + GRACE_S
+        with suppress(RuntimeError):
+            while self.store.add(KNOWN, 0) < self.ranks.size and time.monotonic() < until:
+                time.sleep(0.05)
 
     def end(self) -> None:
         """Looks no more: a thread in the store while the interpreter ends would abort it."""
         self.done.set()
         self.thread.join(timeout=LOOK_EVERY_S)
+
+    def _count_in(self) -> None:
+        if not self.counted:
+            self.counted = True
+            with suppress(RuntimeError):
+                self.store.add(KNOWN, 1)
 
     def _look(self) -> None:
         while not self.done.wait(LOOK_EVERY_S):
@@ -109,6 +128,7 @@ class _Watch:
                 return
             if failure is not None and failure.rank != self.ranks.rank:
                 self.seen = failure
+                self._count_in()
                 if not self.done.wait(GRACE_S):
                     os._exit(failure.exit_code)
                 return

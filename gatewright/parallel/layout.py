@@ -26,6 +26,8 @@ class Layout:
     dense: Literal["replicate", "zero2", "zero3"] = "replicate"
     copies: int = 1
     """Copies of the sharded model (HSDP)."""
+    cuts: bool = False
+    """Documents may be cut over ranks, which takes aligned groups of them."""
 
     @property
     def shard(self) -> int:
@@ -65,7 +67,9 @@ def layout_of(parallel: Parallel | Literal["auto"], *, ranks: int) -> Layout:
     if shard % parallel.ep:
         each = f"{shard} ranks of a copy" if parallel.dp_replicate > 1 else f"{ranks} ranks"
         raise RunFileError(f"parallel.ep = {parallel.ep} does not divide the {each}; use {_divisors(shard)}")
-    return Layout(ranks=ranks, ep=parallel.ep, dense=parallel.dense, copies=parallel.dp_replicate)
+    return Layout(
+        ranks=ranks, ep=parallel.ep, dense=parallel.dense, copies=parallel.dp_replicate, cuts=parallel.cp != 1
+    )
 
 
 def refuse_experts(layout: Layout, experts: int) -> None:

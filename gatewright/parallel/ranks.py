@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gatewright.parallel.groups import GroupPool
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.place import ALONE, Place
 
@@ -30,6 +31,8 @@ class Ranks:
     """Dimensions copy, edp, ep (layout.py), for experts; None: alone."""
     dense: DeviceMesh | None = None
     """Dimensions copy, shard = edp × ep, for everything else; None: alone."""
+    pool: GroupPool | None = None
+    """Aligned groups that share documents; None: no document is cut, or alone."""
 
     @property
     def rank(self) -> int:
@@ -165,7 +168,8 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
     )
     mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=("copy", "edp", "ep"))
     dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
-    yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense)
+    pool = GroupPool(rank=place.rank, ranks=place.size, device=device) if layout.cuts else None
+    yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense, pool=pool)
     # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ from gatewright.planner.memory_gather import (
     bucket_bytes,
     dequantised_bytes,
     flight_bytes,
+    gathered_at_loss,
     gathered_block,
     gathered_bytes,
     reduction_bytes,
@@ -219,7 +220,7 @@ def loss_parts(at: Stage) -> list[Part]:
     parts.append(kept_part(at))
     if at.last:
         parts += logits_parts(at)
-    parts.append(part("gathered weights", gathered_bytes(at.job, at.policy, at.held, blocks=1)))
+    parts.append(part("gathered weights", gathered_at_loss(at.job, at.policy, at.held)))
     return parts
 
 

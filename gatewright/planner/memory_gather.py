@@ -29,11 +29,25 @@ def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> fl
         return 0.0
     block = gathered_block(job, policy, held)
     outside = [
-        gathered_weight(job, policy, item) for item in held.shares if item.group.layer is None and item.shards > 1
+        gathered_weight(job, policy, item)
+        for item in held.shares
+        if item.group.layer is None and item.shards > 1 and not (policy.root_released and item.group.role == "head")
     ]
     if job.layout.sharding == "zero3":  # modules are released after use, embedding and head too
         return max([block * blocks, *outside])
     return block * blocks + sum(outside)
+
+
+def gathered_at_loss(job: Job, policy: Policy, held: Held) -> float:
+    """Weights that are gathered when the forward pass ends: the last block and the root unit, or the head alone.
+
+    A head that trains and is gathered for itself is let go before its gradient is at its fullest.
+    """
+    if not policy.root_released or job.layout.sharding not in FULLY_SHARDED:
+        return gathered_bytes(job, policy, held, blocks=1)
+    role = "embedding" if job.shape.tied else "head"
+    heads = [item for item in held.shares if item.group.role == role and item.shards > 1 and not item.trains]
+    return sum(gathered_weight(job, policy, item) for item in heads)
 
 
 def gathered_block(job: Job, policy: Policy, held: Held) -> float:

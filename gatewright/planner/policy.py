@@ -83,6 +83,8 @@ class Policy:
     """Of the head's gradient at its fullest: accumulated over the chunks, scaled and cast."""
     gathered_layers: float = 2
     """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
+    root_released: bool = False
+    """FSDP gathers the embedding and the head for their own use alone, not with each other nor across the loss."""
     fsdp_skips_experts: bool = False
     """Experts are divided by EP alone, FSDP leaves them whole."""
     accumulates_unsharded: bool = False

@@ -61,9 +61,9 @@ def run_in_words(
         {
             "run": "rehearsal",
             "model": {"path": str(folder) if config is None else model},
-            "method": {}
-            if method == "full"
-            else {"adapter": adapter, "quantize": "nf4" if method == "qlora" else "none"},
+            "method": {"full": {}, "lora": {"adapter": adapter}, "qlora": {"adapter": adapter, "quantize": "nf4"}}[
+                method
+            ],
             "data": {"train": "rehearsal", "max_tokens": given.get("document_tokens", tokens)},
             "train": {
                 "tokens_per_step": given.get("tokens_per_step", 2 * tokens * (gpus or 1)),

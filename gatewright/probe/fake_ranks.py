@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._tools import fake_collectives  # noqa: F401  tells fake tensors what a collective returns
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
@@ -44,6 +46,9 @@ def first_of(layout: Layout) -> Iterator[Ranks]:
         )
     finally:
         dist.destroy_process_group()
+        # torch keeps what it worked out for a mesh by its shape, and would hand these groups to the next one like it.
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
 
 
 class AssumedDispatch(Dispatch):

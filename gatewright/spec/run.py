@@ -250,6 +250,8 @@ class Parallel(Section):
     """Replicas of the sharded model."""
     cp: PositiveInt | Literal["dynamic"] = 1
     """Context-parallel size, or a size chosen for each micro-batch."""
+    exchange: Literal["auto", "moved", "gathered", "heads", "ring"] = "auto"
+    """How ranks that share documents exchange keys and values. auto: the cheapest, for each micro-batch."""
     timeout_s: PositiveInt = 600
     """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
 

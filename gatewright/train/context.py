@@ -1,20 +1,32 @@
 """Context parallelism in a run: what a document costs, batches with their exchange in place, and its proof."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gatewright.data.batch import Batch
+from gatewright.data.loader import Loader
 from gatewright.model.per_document import describe
 from gatewright.packing.cost import ATTENTION_PASSES, BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
-from gatewright.packing.exchange import plan_exchange
+from gatewright.packing.exchange import Exchange
+from gatewright.packing.exchange_cost import Heads, Name
+from gatewright.packing.exchange_gather import Gather
+from gatewright.packing.exchange_heads import HeadExchange
+from gatewright.packing.exchange_plan import Plan, plan
+from gatewright.packing.exchange_ring import RingExchange
 from gatewright.packing.schedule import Slice
-from gatewright.parallel.context import Moved
+from gatewright.parallel.context import Context, Gathered, Moved
+from gatewright.parallel.context_heads import HeadsDealt
+from gatewright.parallel.context_ring import Ring
+from gatewright.parallel.groups import aligned_sizes
 from gatewright.parallel.ranks import Ranks
 from gatewright.spec.errors import ModelError
 from gatewright.train.forward import hidden_states
 
+AUTOMATIC: tuple[Name, ...] = ("moved", "gathered", "heads")
 PROOF_TOKENS = 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of a hidden state, relative to the largest of them: sums are made in another order."""
@@ -50,17 +62,61 @@ def costs_of(config: PretrainedConfig, *, rates: Rates | None = None) -> CostMod
     )
 
 
+def heads_of(config: PretrainedConfig) -> Heads:
+    """Widths of the attention of a layer; without query heads where they may differ between layers."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    query_heads = text.num_attention_heads
+    key_heads = values.get("num_key_value_heads") or query_heads
+    width = values.get("head_dim") or text.hidden_size // query_heads
+    latent = values.get("kv_lora_rank") is not None  # keys and values of every query head are exchanged
+    uneven = [key for key in values if "attention_heads_per" in key or key.startswith("num_global_")]
+    return Heads(
+        query_heads=None if uneven else query_heads,
+        key_heads=query_heads if latent else key_heads,
+        qk_dim=values["qk_nope_head_dim"] + values["qk_rope_head_dim"] if latent else width,
+        v_dim=values["v_head_dim"] if latent else width,
+    )
+
+
+def exchanges_of(wanted: str) -> tuple[Name, ...]:
+    """What a run may choose from. The ring's attention is written out, so it is taken only where it is asked for."""
+    return AUTOMATIC if wanted == "auto" else tuple(name for name in get_args(Name) if name == wanted)
+
+
+def exchanges_line(loader: Loader) -> str:
+    """E.g. `; exchanges in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
+    if loader.cut is None or loader.ranks == 1:
+        return ""
+    return "; exchanges in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
+
+
 def on_device(batch: Batch, ranks: Ranks) -> Batch:
     """The batch on this rank's device, with the exchange of its cut documents in place."""
     placed = batch.to(ranks.device)
     if batch.exchange is None or ranks.alone:
         return placed
-    return replace(placed, context=Moved(batch.exchange, ranks.group, device=ranks.device))
+    return replace(placed, context=context_of(batch.exchange, ranks))
+
+
+def context_of(plan: Plan, ranks: Ranks) -> Context:
+    """The exchange over the group it was planned for."""
+    if isinstance(plan, Exchange):
+        return Moved(plan, ranks.group, device=ranks.device)
+    assert ranks.pool is not None
+    group = ranks.pool.of(plan.size)
+    match plan:
+        case Gather():
+            return Gathered(plan, group, device=ranks.device)
+        case HeadExchange():
+            return HeadsDealt(plan, group, device=ranks.device)
+        case RingExchange():
+            return Ring(plan, group, device=ranks.device)
 
 
 @torch.no_grad()
-def prove_context(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Demands that a document cut over all ranks has the hidden states it has whole.
+def prove_context(model: PreTrainedModel, ranks: Ranks, *, exchanges: Sequence[Name] = ("moved",)) -> None:
+    """Demands that a document cut over all ranks has the hidden states it has whole, with each of these exchanges.
 
     Raises ModelError, on every rank, for an architecture with layers that look along a document in another way than
     through the attention seam: linear attention, state spaces, short convolutions, indexers.
@@ -73,21 +129,39 @@ def prove_context(model: PreTrainedModel, ranks: Ranks) -> None:
     vocab = model.get_input_embeddings().num_embeddings
     length = max(PROOF_TOKENS, 2 * ranks.size)
     tokens_T = torch.tensor([1 + (11 * i) % (vocab - 1) for i in range(length)])
-    edges = [length * i // (2 * ranks.size) for i in range(2 * ranks.size + 1)]
-    slices = [
-        [Slice(0, edges[i], edges[i + 1]) for i in (rank, 2 * ranks.size - 1 - rank)] for rank in range(ranks.size)
-    ]
     whole_TH = hidden_states(model, _batch(tokens_T, [Slice(0, 0, length)]).to(ranks.device))
-    mine = _batch(tokens_T, slices[ranks.rank])
-    cut_TH = hidden_states(model, on_device(replace(mine, exchange=plan_exchange(slices, ranks.rank)), ranks))
-    wanted_TH = torch.cat([whole_TH[piece.start : piece.end] for piece in slices[ranks.rank]])
-    worst = ((cut_TH - wanted_TH).abs().max() / whole_TH.abs().max()).item()
-    if ranks.any(not worst <= TOLERANCE[whole_TH.dtype]):
-        raise ModelError(
-            f"parallel.cp: {type(model).__name__} gives a document that is cut over ranks other hidden states than a "
-            f"whole one (they differ by {worst:.1e}): some layer looks along the row past the attention seam; set "
-            "parallel.cp: 1"
-        )
+    heads = heads_of(model.config)
+    for name in dict.fromkeys(("moved", *exchanges)):
+        # Heads are dealt to as many ranks as divide them; each such group then has a document of its own.
+        size = ranks.size if name != "heads" else _most_ranks(heads, ranks.size)
+        if size == 1:
+            continue
+        slices = _cut_over(size, ranks.size, length)
+        mine = _batch(tokens_T, slices[ranks.rank])
+        cut_TH = hidden_states(model, on_device(replace(mine, exchange=plan(slices, ranks.rank, (name, size))), ranks))
+        wanted_TH = torch.cat([whole_TH[piece.start : piece.end] for piece in slices[ranks.rank]])
+        worst = ((cut_TH - wanted_TH).abs().max() / whole_TH.abs().max()).item()
+        if ranks.any(not worst <= TOLERANCE[whole_TH.dtype]):
+            raise ModelError(
+                f"parallel.cp: {type(model).__name__} gives a document that is cut over ranks other hidden states than "
+                f"a whole one (exchange {name}; they differ by {worst:.1e}): some layer looks along the row past the "
+                "attention seam; set parallel.cp: 1"
+            )
+
+
+def _most_ranks(heads: Heads, ranks: int) -> int:
+    """Of the largest aligned groups that query heads can be dealt to; 1: none."""
+    divides = [size for size in aligned_sizes(ranks) if heads.query_heads and heads.query_heads % size == 0]
+    return max(divides, default=1)
+
+
+def _cut_over(size: int, ranks: int, length: int) -> list[list[Slice]]:
+    """[ranks] of each: one document for each group of this size, cut in mirrored chunks."""
+    edges = [length * i // (2 * size) for i in range(2 * size + 1)]
+    return [
+        [Slice(rank // size, edges[i], edges[i + 1]) for i in (rank % size, 2 * size - 1 - rank % size)]
+        for rank in range(ranks)
+    ]
 
 
 def _batch(tokens_T: torch.Tensor, slices: list[Slice]) -> Batch:

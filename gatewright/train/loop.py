@@ -18,6 +18,7 @@ from gatewright.spec.event import Event, Finding, Start, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement
+from gatewright.train.context import exchanges_line
 from gatewright.train.deadline import Deadline
 from gatewright.train.device import device_name, pick_device, versions
 from gatewright.train.events import EventLog
@@ -99,7 +100,7 @@ def _open(
     progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
     log(_start(run, trainer, resumed_step=newest.step if newest else None))
     if not ranks.alone:
-        say(f"layout    {ranks.layout.describe()}")
+        say(f"layout    {ranks.layout.describe()}{exchanges_line(trainer.loader)}")
     if proved := prove_resume(trainer, run, progress):
         log(proved)
     if newest:

@@ -24,6 +24,7 @@ from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
+from gatewright.packing.cost import cpu_rates
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divider, settle, spread_gradients
@@ -34,7 +35,7 @@ from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
-from gatewright.train.context import costs_of, prove_context
+from gatewright.train.context import costs_of, exchanges_of, heads_of, prove_context
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -81,6 +82,11 @@ def refuse_unsupported(run: Run) -> list[Finding]:
         raise RunFileError(
             "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
             "adamw, or parallel.ep: 1 and dense: replicate"
+        )
+    if run.router.placement != "contiguous":
+        raise RunFileError(
+            "router.placement: measured is not in this version; set contiguous. `gatewright router placement` says "
+            "what it would gain"
         )
     if run.parallel != "auto" and run.method.adapter:
         if run.parallel.dense == "zero3" and run.method.adapter.full:
@@ -219,7 +225,8 @@ def _prepare_model(
     prove_isolation(model, device=device)
     prove_head(model, head, device=device)
     if _context_parallel(run) and not ranks.alone:
-        prove_context(model, ranks)
+        assert isinstance(run.parallel, Parallel)
+        prove_context(model, ranks, exchanges=exchanges_of(run.parallel.exchange))
 
     experts = find_experts(model)
     config = model.config.get_text_config().to_dict()
@@ -321,7 +328,14 @@ def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks
             f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
         )
     size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
-    return Cut(capacity=capacity, costs=costs_of(config), size=size)
+    return Cut(
+        capacity=capacity,
+        costs=costs_of(config),
+        size=size,
+        heads=heads_of(config),
+        rates=cpu_rates(),
+        exchanges=exchanges_of(run.parallel.exchange),
+    )
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:

@@ -208,7 +208,7 @@ def full_disk(limit_bytes: int) -> Iterator[None]:
 def test_a_full_disk_at_each_step(tmp_path: Path) -> None:
     """Each time the step that met it is named and what was done stays; with space again it goes on from there."""
     make(tmp_path, "qwen3_moe")
-    sizes = {"merge": 4_000_000, "answers": 1_000_000, "convert": 3_000_000, "quantise": 1_500_000}
+    sizes = {"merge": 4_000_000, "answers": 1_000_000, "convert": 4_000_000, "quantise": 1_500_000}
     with full_disk(sizes["merge"]), pytest.raises(RunFailed, match="merge: the disk is full"):
         run(tmp_path, "q8_0")
     assert not (tmp_path / "out" / "work" / "merged").exists()

@@ -15,7 +15,6 @@ from gatewright.model.quantized import quantized_names, weight_bytes
 from gatewright.model.quantized_load import Quantize
 from gatewright.planner.memory import estimate_memory
 from gatewright.planner.plan_run import ask_run
-from gatewright.probe.rehearsal import rehearse
 from gatewright.spec import run as spec
 from gatewright.spec.errors import RunFileError
 
@@ -94,12 +93,6 @@ def test_a_plan_refuses_what_the_trainer_would(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(RunFileError, match=r"quantised already \(gptq\)"):
         ask_run(run_of(folder, "nf4"))
-
-
-def test_a_rehearsal_says_that_it_knows_dense_weights_only(tmp_path: Path) -> None:
-    folder = save_larger("qwen3_moe", tmp_path / "base")
-    with pytest.raises(RunFileError, match=r"method\.quantize nf4 has no fake kernel"):
-        rehearse(run_of(folder, "nf4"), lengths=[16])
 
 
 def test_nf4_is_planned_as_qlora(tmp_path: Path) -> None:

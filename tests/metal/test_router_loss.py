@@ -43,7 +43,7 @@ def router_gradients(run: Run, partition: list[int]) -> tuple[list[torch.Tensor]
     trainer = start(run)
     assert trainer.router
     result = train_step(
-        trainer.model, trainer.head, trainer.optimizer, trainer.parameters, cut(trainer, partition),
+        trainer.model, trainer.head, trainer.optimizer, trainer.gradients, cut(trainer, partition),
         lr=0.0, clip_norm=None, loss_chunk_tokens=64, router=trainer.router.loss,
     )  # fmt: skip
     return [router.module.weight.grad for router in trainer.router.routers], result.balance_loss, result.z_loss
@@ -159,7 +159,7 @@ def test_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:
     trainer.model.enable_input_require_grads()
     with pytest.raises(ModelError, match="re-entrant"):
         train_step(
-            trainer.model, trainer.head, trainer.optimizer, trainer.parameters, cut(trainer, [4]),
+            trainer.model, trainer.head, trainer.optimizer, trainer.gradients, cut(trainer, [4]),
             lr=0.0, clip_norm=None, loss_chunk_tokens=64, router=trainer.router.loss,
         )  # fmt: skip
 

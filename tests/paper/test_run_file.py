@@ -178,7 +178,10 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(folder: Path, key: st
         ('model.path=""', 'got "", wanted a text that is not empty'),
         ("run=35", 'got 35, wanted a text such as judge-35b; put it in quotes: "35"'),
         ("run=no", 'no is a switch to some readers of YAML and a text to others; write "no"'),
-        ("parallel=manual", "got manual, wanted a section (keys: ep, dense, dp_replicate, cp) or auto"),
+        (
+            "parallel=manual",
+            "got manual, wanted a section (keys: ep, dense, dp_replicate, cp, exchange, timeout_s) or auto",
+        ),
         ("router=", "this section is empty; write a key below it, or take it away"),
         ("model=path:x", "got path:x, wanted a section (keys: path, dtype, trust_remote_code); a space must follow"),
         ("train.schedule=[cosine]", "got a list of 1, wanted cosine, linear, constant or wsd"),

@@ -21,6 +21,9 @@ TWO = {
     "moe lora recomputed": ("qwen3_moe", {"train__checkpointing": "full"}, {"cp": "dynamic"}),
     "moe router losses": ("qwen3_moe", ROUTER, {"cp": "dynamic", "ep": 2}),
     "static": ("mixtral", {}, {"cp": 2}),
+    "gathered": ("qwen3_moe", {}, {"cp": "dynamic", "exchange": "gathered"}),
+    "heads": ("qwen3_moe", {"train__checkpointing": "full"}, {"cp": "dynamic", "exchange": "heads"}),
+    "ring": ("llama", FULL, {"cp": 2, "exchange": "ring", "dense": "zero3"}),
 }
 THREE = {"odd ranks": ("qwen3_moe", {}, {"cp": "dynamic"}), "static of three": ("llama", {}, {"cp": 3})}
 FOUR = {
