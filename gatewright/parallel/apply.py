@@ -7,7 +7,7 @@
 Inside the model nothing knows of ranks but the experts seam (model/experts.py) and the head (model/head.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -21,9 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gatewright.model.experts import find_experts
+from gatewright.model.experts import find_experts, hold
 from gatewright.model.head import gather_on_use
-from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.collect import divided_stacks, expert_stacks
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
@@ -76,8 +76,8 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
         dispatch = Dispatch(ranks.part("ep").get_group())
         for module in find_experts(model).values():
             module.gatewright_dispatch = dispatch
-            module.gatewright_experts = module.num_experts // layout.ep
-            module.gatewright_first_expert = ranks.position("ep") * module.gatewright_experts
+            count = module.num_experts // layout.ep
+            hold(module, range(module.num_experts), first=ranks.position("ep") * count, count=count)
             for name, stack in list(module.named_parameters(recurse=False)):
                 if isinstance(stack, DTensor) and layout.dense != "zero3":
                     module.register_parameter(name, nn.Parameter(stack.to_local(), requires_grad=stack.requires_grad))
@@ -90,14 +90,14 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
         return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
-    divided = divided_stacks(model, ranks)
+    divided, orders = divided_stacks(model, ranks), expert_stacks(model, ranks)
     shares: list[Share] = []
     alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
-            shares.append(_fsdp_share(name, weight, ranks))
+            shares.append(_fsdp_share(name, weight, ranks, order=orders.get(name)))
             continue
-        share, shard, copies = _plain_share(name, weight, ranks, experts=divided.get(name))
+        share, shard, copies = _plain_share(name, weight, ranks, order=divided.get(name))
         shares.append(share)
         if shard or copies:
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
@@ -113,20 +113,20 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None) -> Grouped:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequence[int] | None) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
-    `experts`: how many the whole stack has, where the weight is a stack of this rank's.
+    `order`: the experts of the whole stack as ranks hold them, where the weight is this rank's part of one.
     """
     layout = ranks.layout
     row = prod(weight.shape[1:])
-    begin = 0 if experts is None else ranks.position("ep") * weight.shape[0] * row
-    shape = tuple(weight.shape) if experts is None else (experts, *weight.shape[1:])
-    within = "edp" if experts is not None else SHARD
+    begin = 0 if order is None else ranks.position("ep") * weight.shape[0] * row
+    shape = tuple(weight.shape) if order is None else (len(order), *weight.shape[1:])
+    within = "edp" if order is not None else SHARD
     sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
-    holders = layout.ranks // (1 if experts is None else layout.ep) // sharing
+    holders = layout.ranks // (1 if order is None else layout.ep) // sharing
     piece = Piece(
-        shape=shape, begin=begin, end=begin + weight.numel(), holders=holders,
+        shape=shape, begin=begin, end=begin + weight.numel(), order=order, holders=holders,
         writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
     )  # fmt: skip
     copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
@@ -139,13 +139,13 @@ def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int 
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
-def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
-    """The share of a weight that is cut along its first axis, by FSDP or for the head."""
+def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head; `order`: as above."""
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     row = prod(weight.shape[1:])
     piece = Piece(
-        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, holders=ranks.layout.copies,
-        writes=ranks.position("copy") == 0,
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=order,
+        holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
     return Share(name=name, weight=weight, owned=owned, piece=piece)

@@ -2,6 +2,7 @@
 
 import torch
 
+from gatewright.model.experts import find_experts
 from gatewright.router.health import LEAST_EVIDENCE, evidence, evidence_tokens
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import Finding
@@ -71,7 +72,9 @@ def _outlook(control: RouterControl, factor: float, *, ep: int) -> Finding:
     counts_LE = control.reference.counts_LE.double()
     share_LE = counts_LE / counts_LE.sum(dim=1, keepdim=True)
     pools = ep if per_rank else share_LE.shape[1]
-    share_LP = share_LE.view(len(share_LE), pools, -1).sum(dim=2)
+    experts = find_experts(control.model)
+    order_LE = torch.tensor([experts[router.layer].gatewright_order for router in control.routers])
+    share_LP = share_LE.gather(1, order_LE.to(share_LE.device)).view(len(share_LE), pools, -1).sum(dim=2)
     drop_L = (share_LP - factor / pools).clamp(min=0).sum(dim=1)
     worst = int(torch.argmax(drop_L))
     text = (
