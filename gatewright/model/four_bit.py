@@ -33,12 +33,12 @@ class NF4Weight(QuantizedWeight):
         blocks = absmax8.shape[-1]
         absmax = bnb.dequantize_blockwise(
             F.pad(absmax8, (0, -blocks % ABSMAX_BLOCK)).view(-1),
-            absmax=self.parts["scale"],
+            absmax=self.parts["scale"].view(-1),
             code=_absmax_code(self.device),
             blocksize=ABSMAX_BLOCK,
         )
         absmax = absmax.view(len(absmax8), -1)[:, :blocks] + self.parts["offset"][:, None]
-        codes = self.parts["codes"]
+        codes = self.parts["codes"].view(-1)
         state = bnb.QuantState(
             absmax=absmax.view(-1), shape=(1, 2 * codes.numel()), dtype=dtype, blocksize=BLOCK, quant_type="nf4"
         )
@@ -85,7 +85,7 @@ def quantize_nf4(
     filled = F.pad(absmax - offset[:, None], (0, -blocks % ABSMAX_BLOCK))
     absmax8, state = bnb.quantize_blockwise(filled.view(-1), code=_absmax_code(device), blocksize=ABSMAX_BLOCK)
     absmax8 = absmax8.view(filled.shape)[:, :blocks].contiguous()
-    parts = {"codes": codes.view(-1), "absmax": absmax8, "scale": state.absmax, "offset": offset}
+    parts = {"codes": codes, "absmax": absmax8, "scale": state.absmax.view(count, -1), "offset": offset}
     return NF4Weight(parts, shape=shape, dtype=dtype)
 
 

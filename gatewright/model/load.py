@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from gatewright.model import attention, experts, experts_llama4, per_document
-from gatewright.model.quantized_load import Quantize, load_small
+from gatewright.model.quantized_load import Divide, Quantize, load_small
 from gatewright.model.sources import read_format
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
@@ -24,13 +24,13 @@ def load_model(
     kernel: attention.Kernel,
     quantize: Quantize = "none",
     note: Callable[[str], None] = lambda text: None,
-    divide: Callable[[PreTrainedModel], None] | None = None,
+    divide: Divide | None = None,
 ) -> PreTrainedModel:
     """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
 
     `quantize` stores linear layers and experts in few bits; `note` is told of that, and of FP8 files made dense.
-    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: only a rank's own part of
-    each is then read.
+    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: of each, only a rank's own
+    part is then held.
     Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
     the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
     """
@@ -81,7 +81,7 @@ def load_model(
     return put_seams(loaded.to(device), source=str(folder))
 
 
-def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None] | None) -> Any:
+def _class_of(config: PretrainedConfig, divide: Divide | None) -> Any:
     """The class that builds the model, followed by `divide`; transformers reads into whatever it then finds."""
     if divide is None:
         return AutoModelForCausalLM
@@ -89,7 +89,7 @@ def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None
 
     def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
         known.__init__(self, config)
-        divide(self)
+        divide(self, ())
 
     return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})
 

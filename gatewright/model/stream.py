@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from transformers.core_model_loading import (
 from gatewright.model.fp8 import Fp8Weight
 from gatewright.model.sources import FLOATS, Fp8Source, Shards, Source, StoredFormat, sources_of
 from gatewright.spec.errors import ModelError
+
+Index = EllipsisType | tuple[slice, ...]
+"""What is read of a weight: all, or the part that a placement gives this process, cut along the first axis."""
 
 
 @dataclass(slots=True)
@@ -61,8 +65,15 @@ class Weight:
     def shape(self) -> torch.Size:
         return self.model.get_parameter(self.target).shape
 
+    def shape_of(self, target: str) -> torch.Size:
+        """Of the whole of a weight, or a buffer."""
+        owner, _, name = target.rpartition(".")
+        module = self.model.get_submodule(owner)
+        tensor = module._parameters.get(name)
+        return (module._buffers[name] if tensor is None else tensor).shape  # type: ignore[union-attr]
+
     def rows(self, target: str) -> range:
-        """The entries of a weight's first axis that this process holds: all, or its experts where they are divided."""
+        """The entries of a weight's first axis that a placement gives this process; all where there is none."""
         owner, _, name = target.rpartition(".")
         parameter = self.model.get_submodule(owner)._parameters.get(name)
         if not isinstance(parameter, DTensor):
@@ -71,41 +82,35 @@ class Weight:
         (count, *_), (first, *_) = compute_local_shape_and_global_offset(*layout)
         return range(first, first + count)
 
-    def is_divided(self, target: str) -> bool:
-        """Whether this process holds only some of the entries."""
-        owner, _, name = target.rpartition(".")
-        return isinstance(self.model.get_submodule(owner)._parameters.get(name), DTensor)
-
     @property
     def small_bytes(self) -> float:
-        """Bytes of 4- and 8-bit codes in the files for what this process holds."""
-        share = len(self.rows(self.target)) / self.shape[0] if self.is_divided(self.target) else 1
-        return share * sum(source.small_bytes for source in self.all_sources)
+        """Bytes of 4- and 8-bit codes in the files for the entries of `rows`."""
+        small = sum(source.small_bytes for source in self.all_sources)
+        return small * len(self.rows(self.target)) / max(1, self.shape[0]) if small else 0.0
 
     def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights in plain floats, by name; `dtype` is for what is FP8 in the file."""
         return self.convert({pattern: [s.read(dtype) for s in sources] for pattern, sources in self.sources.items()})
 
-    def matrices(self, target: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for.
+    def matrices(self, target: str, dtype: torch.dtype, rows: range) -> Iterator[Tensor]:
+        """One of the weights as a matrix, or as those of these rows of a stack, each read when it is asked for.
 
-        Of a stack that is divided over processes, this one's matrices only.
         In the type of the file, or in `dtype` from FP8. Raises ModelError for another shape than config.json says.
         """
-        shape, rows = self.model.get_parameter(target).shape, self.rows(target)
+        shape = self.model.get_parameter(target).shape
         if len(shape) == 3 and self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shape, shape)
+            self.agree(source.shape, shape)
             made: Iterable[Tensor] = (source.read(dtype, row) for row in rows)
         elif len(shape) == 3 and self.stacks_experts:
             self._count(shape[0])
             made = (self._expert(index, dtype) for index in rows)
         else:
             whole = self.whole(dtype)[target]
-            self._agree(whole.shape, shape)
-            made = whole[list(rows)] if self.is_divided(target) else whole.view(-1, *shape[-2:])
+            self.agree(whole.shape, shape)
+            made = whole[rows.start : rows.stop] if len(shape) == 3 else whole[None]
         for matrix in made:
-            self._agree(matrix.shape, shape[-2:])
+            self.agree(matrix.shape, shape[-2:])
             yield matrix
 
     @property
@@ -119,29 +124,30 @@ class Weight:
     @property
     def comes_by_expert(self) -> bool:
         """Whether `matrices` gives the weight in parts without having read it whole."""
-        by_row = self.is_divided(self.target) or any(source.small_bytes for source in self.all_sources)
-        return self.stacks_experts or (by_row and self.converter is None and len(self.all_sources[0].shape) == 3)
+        return self.stacks_experts or (self.converter is None and len(self.all_sources[0].shape) == 3)
 
-    def fp8(self) -> Fp8Weight:
-        """The weight in the checkpoint's own FP8 bytes. Raises ModelError where a conversion does more than stack."""
+    def fp8(self, rows: range) -> Fp8Weight:
+        """The matrix, or these rows of the stack, in the checkpoint's own FP8 bytes.
+
+        Raises ModelError where a conversion does more than stack.
+        """
         if self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shape, self.shape)
-            return _fp8(source) if len(self.shape) < 3 else self._fp8_stack(lambda row: _fp8(source, row))
+            self.agree(source.shape, self.shape)
+            return _fp8(source) if len(self.shape) < 3 else self._fp8_stack(lambda row: _fp8(source, row), rows)
         if not self.stacks_experts or any(isinstance(op, Transpose) for op in self.converter.operations):
             raise ModelError(
                 f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
                 "method.quantize: nf4, or none"
             )
         self._count(self.shape[0])
-        return self._fp8_stack(self._fp8_expert)
+        return self._fp8_stack(self._fp8_expert, rows)
 
-    def _fp8_stack(self, expert_of: Callable[[int], Fp8Weight]) -> Fp8Weight:
+    def _fp8_stack(self, expert_of: Callable[[int], Fp8Weight], rows: range) -> Fp8Weight:
         parts: dict[str, Tensor] = {}
-        rows = self.rows(self.target)
         for place, index in enumerate(rows):
             expert = expert_of(index)
-            self._agree(expert.shape, self.shape[1:])
+            self.agree(expert.shape, self.shape[1:])
             for name, part in expert.parts.items():
                 parts.setdefault(name, part.new_empty(len(rows), *part.shape))[place] = part
         shape = torch.Size([len(rows), *self.shape[1:]])
@@ -176,7 +182,7 @@ class Weight:
         one = {pattern: [sources[index].read(dtype)] for pattern, sources in self.sources.items()}
         return self.convert(one)[self.target][0]
 
-    def _agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:
+    def agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:
         if tuple(got) != tuple(wanted):
             raise ModelError(
                 f"{self.target} has another shape than config.json says: {tuple(got)} in the file, {tuple(wanted)} by "
@@ -193,17 +199,21 @@ class Weight:
 
 
 class Lazy:
-    """Stands for a tensor in a state dict; transformers takes `[...]` of it when its turn has come."""
+    """Stands for a tensor in a state dict; transformers takes `[...]` of it, or its part, when its turn has come."""
 
     turn = threading.Lock()
     """transformers reads with several threads: one dense weight at a time is enough."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
+    def __init__(self, make: Callable[[Index], Tensor], shape: torch.Size) -> None:
         self.make = make
+        self.shape = shape
 
-    def __getitem__(self, index: object) -> Tensor:
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Index) -> Tensor:
         with self.turn:
-            return self.make()
+            return self.make(index)
 
 
 def weights_of(shards: Shards, model: PreTrainedModel, form: StoredFormat | None) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""A base in few bits on many ranks equals one process: each rank packs its own experts, the rest is replicated."""
+"""A base in few bits on many ranks equals one process: ep divides the experts, zero3 the packed bytes of every weight."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,15 @@ TWO = {
     "fp8 ep2 zero2": ("qwen2_moe", "fp8", {}, {"ep": 2, "dense": "zero2"}),
     "fp8 dense zero2": ("llama", "fp8", {}, {"dense": "zero2"}),
     "fp8 files made dense, ep2": ("qwen3_moe", "from fp8", {}, {"ep": 2}),
+    "nf4 dense zero3": ("llama", "nf4", {}, {"dense": "zero3"}),
+    "nf4 dense zero3 tied head": ("llama-tied", "nf4", {}, {"dense": "zero3"}),
+    "nf4 zero3 recomputed": ("qwen2_moe", "nf4", RECOMPUTED, {"dense": "zero3"}),
+    "nf4 ep2 zero3": ("qwen3_moe", "nf4", {}, {"ep": 2, "dense": "zero3"}),
+    "experts with biases, nf4 zero3": ("gpt_oss", "nf4", {}, {"dense": "zero3"}),
+    "fp8 dense zero3": ("llama", "fp8", {}, {"dense": "zero3"}),
+    "fp8 zero3": ("qwen3_moe", "fp8", {}, {"dense": "zero3"}),
+    "fp8 files made dense, zero3": ("qwen3_moe", "from fp8", {}, {"dense": "zero3"}),
+    "one rank idle, nf4 zero3": ("qwen3_moe", "nf4", FEW_TOKENS, {"dense": "zero3"}),
     "one rank idle, nf4 ep2": ("qwen3_moe", "nf4", FEW_TOKENS, {"ep": 2}),
 }
 FOUR = {
@@ -43,6 +52,14 @@ FOUR = {
     "nf4 ep2 zero2 two copies": ("qwen3_moe", "nf4", {}, {"ep": 2, "dense": "zero2", "dp_replicate": 2}),
     "fp8 ep4": ("qwen3_moe", "fp8", {}, {"ep": 4}),
     "fp8 ep2 zero2": ("qwen3_moe", "fp8", {}, {"ep": 2, "dense": "zero2"}),
+    "nf4 zero3": ("qwen3_moe", "nf4", {}, {"dense": "zero3"}),
+    "nf4 zero3 two copies": ("qwen3_moe", "nf4", {}, {"dense": "zero3", "dp_replicate": 2}),
+    "nf4 ep2 zero3": ("qwen3_moe", "nf4", {}, {"ep": 2, "dense": "zero3"}),
+    "nf4 ep4 zero3 recomputed": ("qwen3_moe", "nf4", RECOMPUTED, {"ep": 4, "dense": "zero3"}),
+    "experts with biases, nf4 ep2 zero3": ("gpt_oss", "nf4", {}, {"ep": 2, "dense": "zero3"}),
+    "fp8 ep2 zero3": ("qwen3_moe", "fp8", {}, {"ep": 2, "dense": "zero3"}),
+    "fp8 files made dense, ep2 zero3": ("qwen3_moe", "from fp8", {}, {"ep": 2, "dense": "zero3"}),
+    "three ranks idle, nf4 ep2 zero3": ("qwen3_moe", "nf4", FEW_TOKENS, {"ep": 2, "dense": "zero3"}),
     "three ranks idle, fp8 ep4": ("qwen3_moe", "fp8", FEW_TOKENS, {"ep": 4}),
 }
 
