@@ -133,10 +133,11 @@ class _Linear(torch.autograd.Function):
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes that the model's parameters occupy in this process, a shared one counted once."""
-    return sum(_held_bytes(parameter) for parameter in model.parameters())
+    return sum(held_bytes(parameter) for parameter in model.parameters())
 
 
-def _held_bytes(parameter: Tensor) -> int:
+def held_bytes(parameter: Tensor) -> int:
+    """Bytes of a parameter in this process: packed if it is in few bits, its part if it is divided."""
     if isinstance(parameter, QuantizedWeight):
         return parameter.stored_bytes
     return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes

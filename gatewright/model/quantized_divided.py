@@ -33,9 +33,12 @@ class DividedWeight(QuantizedWeight):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The whole weight in `dtype`; every process that has a part of it must come here."""
+        return self._gathered().dense(dtype)
+
+    def _gathered(self) -> QuantizedWeight:
         size = self.form.matrix_bytes
         every = self.shares.gather(self.parts["bytes"])[: self.matrices * size]
-        return self.form.unpack(every.view(self.matrices, size)).dense(dtype)
+        return self.form.unpack(every.view(self.matrices, size))
 
     @property
     def own_EB(self) -> Tensor | None:
@@ -45,22 +48,29 @@ class DividedWeight(QuantizedWeight):
         return self.parts["bytes"].view(self.matrices // self.shares.count, -1)
 
 
-def divided(make: Callable[[range], QuantizedWeight], rows: range, shares: Shares) -> DividedWeight:
-    """This process's part of the weight that `make` gives for these rows of a stack, or for a matrix, of one row.
+def divided(
+    pack: Callable[[range], QuantizedWeight], rows: range, shares: Shares, *, at_once: int = 1
+) -> DividedWeight:
+    """This process's part of the weight that `pack` gives for these rows of a stack, or for a matrix, of one row.
 
-    Of a stack whose matrices the number of processes divides, no others than its own are made.
+    Of a stack whose matrices the number of processes divides, no others than its own are packed. `at_once`: how many
+    rows are asked for at one time; no more than so many are in memory beside what stays.
     """
-    if len(rows) % shares.count == 0:
+    whole_matrices = len(rows) % shares.count == 0
+    if whole_matrices:
         count = len(rows) // shares.count
-        own = make(rows[shares.position * count : (shares.position + 1) * count])
-        packed_EB = own.packed_EB()
-        mine = packed_EB.view(-1)
+        own = rows[shares.position * count : (shares.position + 1) * count]
     else:
-        own = make(rows)
-        packed_EB = own.packed_EB()
-        share = -(-packed_EB.numel() // shares.count)
-        mine = packed_EB.view(-1)[shares.position * share :][:share]
-        mine = F.pad(mine, (0, share - len(mine)))
-    form = own.unpack(packed_EB.new_empty(len(rows), own.matrix_bytes, device="meta"))
-    # A copy: the run must not keep the rest of the weight in memory.
-    return DividedWeight({"bytes": mine.clone()}, shape=form.shape, dtype=form.dtype, form=form, shares=shares)
+        own = rows
+    some = pack(own[:at_once])
+    packed_EB = torch.empty(len(own), some.matrix_bytes, dtype=torch.uint8, device=some.device)
+    packed_EB[:at_once] = some.packed_EB()
+    for begin in range(at_once, len(own), at_once):
+        packed_EB[begin : begin + at_once] = pack(own[begin : begin + at_once]).packed_EB()
+    mine = packed_EB.view(-1)
+    if not whole_matrices:
+        share = -(-len(mine) // shares.count)
+        mine = mine[shares.position * share :][:share]
+        mine = F.pad(mine, (0, share - len(mine))).clone()  # the run must not keep the rest in memory
+    form = some.unpack(packed_EB.new_empty(len(rows), some.matrix_bytes, device="meta"))
+    return DividedWeight({"bytes": mine}, shape=form.shape, dtype=form.dtype, form=form, shares=shares)

@@ -176,7 +176,9 @@ def _lazies(
             return quantize_nf4(matrices, shape=own, dtype=dtype, device=device, name=target, first=rows.start)
 
         rows = weight.rows(target) if len(shape) == 3 else range(1)
-        return divided(pack, rows, shares[target]) if target in shares else pack(rows)
+        if target not in shares:
+            return pack(rows)
+        return divided(pack, rows, shares[target], at_once=1 if weight.comes_by_expert else len(rows))
 
     def promise(target: str) -> Lazy:
         if target in packed:

@@ -1,4 +1,4 @@
-"""A base in few bits on many ranks equals one process: ep divides the experts, zero3 the packed bytes of every weight."""
+"""A base in few bits on many ranks equals one process: ep divides experts, zero3 the packed bytes of each weight."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,12 @@ from gatewright.parallel.apply import divider
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import Place
 from gatewright.parallel.ranks import join_ranks
-from gatewright.spec.errors import ModelError
 from gatewright.spec.run import Run
 
 RECOMPUTED = {"train__checkpointing": "full"}
 FEW_TOKENS = {"train__tokens_per_step": 100}
 """One micro-batch a step: all ranks but one have none."""
+PLACED = {"router__placement": "measured"}
 TWO = {
     "nf4 ep2": ("qwen3_moe", "nf4", {}, {"ep": 2}),
     "nf4 ep2 recomputed": ("qwen3_moe", "nf4", RECOMPUTED, {"ep": 2}),
@@ -58,6 +58,8 @@ FOUR = {
     "nf4 ep4 zero3 recomputed": ("qwen3_moe", "nf4", RECOMPUTED, {"ep": 4, "dense": "zero3"}),
     "experts with biases, nf4 ep2 zero3": ("gpt_oss", "nf4", {}, {"ep": 2, "dense": "zero3"}),
     "fp8 ep2 zero3": ("qwen3_moe", "fp8", {}, {"ep": 2, "dense": "zero3"}),
+    "fp8 ep2, experts placed": ("qwen3_moe", "fp8", PLACED, {"ep": 2}),
+    "fp8 ep2 zero3, experts placed": ("qwen3_moe", "fp8", PLACED, {"ep": 2, "dense": "zero3"}),
     "fp8 files made dense, ep2 zero3": ("qwen3_moe", "from fp8", {}, {"ep": 2, "dense": "zero3"}),
     "three ranks idle, nf4 ep2 zero3": ("qwen3_moe", "nf4", FEW_TOKENS, {"ep": 2, "dense": "zero3"}),
     "three ranks idle, fp8 ep4": ("qwen3_moe", "fp8", FEW_TOKENS, {"ep": 4}),
@@ -129,25 +131,3 @@ def test_a_rank_packs_its_own_experts_to_the_bytes_of_one_process(tmp_path: Path
                     assert torch.equal(torch.cat(got), wanted), f"{storage}: {part} of {name}"
                 else:
                     assert all(torch.equal(one, wanted) for one in got), f"{storage}: {part} of {name}"
-
-
-def refused_on_rank(place: Place, runs: dict[str, Run], ports: list[int]) -> dict[str, str]:
-    said = {}
-    for (name, run), port in zip(runs.items(), ports, strict=True):
-        layout = layout_of(run.parallel, ranks=place.size)
-        with join_ranks(replace(place, port=port), layout, device=CPU, timeout_s=60) as ranks:
-            with pytest.raises(ModelError) as error:
-                load(run, ranks)
-            said[name] = str(error.value)
-    return said
-
-
-def test_zero3_of_a_base_in_few_bits_is_refused_with_what_to_set(tmp_path: Path) -> None:
-    zero3 = {"dense": "zero3"}
-    runs = {
-        "nf4": make(tmp_path, "nf4", "llama", "nf4", {}, zero3),
-        "fp8 ep2": make(tmp_path, "fp8 ep2", "qwen3_moe", "fp8", {}, zero3 | {"ep": 2}),
-    }
-    for said in on_ranks(2, tmp_path / "ranks", refused_on_rank, runs, free_ports(len(runs))):
-        for text in said.values():
-            assert "zero3 cannot shard a base in few bits" in text and "set dense: zero2" in text

@@ -46,13 +46,13 @@ def status(key):
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-small, big, storage, rank, port = sys.argv[1:]
+small, big, storage, ep, dense, rank, port = sys.argv[1:]
 torch.set_num_threads(1)
 bitsandbytes()
 cpu = torch.device("cpu")
 kernel = choose_kernel(cpu, torch.bfloat16)
 place = Place(rank=int(rank), size=2, local_rank=int(rank), address="localhost", port=int(port))
-with join_ranks(place, Layout(ranks=2, ep=2), device=cpu, timeout_s=60) as ranks:
+with join_ranks(place, Layout(ranks=2, ep=int(ep), dense=dense), device=cpu, timeout_s=60) as ranks:
     divide = divider(ranks)
     # Once on a small model, so that code which is imported on first use is not counted.
     load_model(Model(path=small), device=cpu, kernel=kernel, quantize=storage, divide=divide)
@@ -63,14 +63,17 @@ with join_ranks(place, Layout(ranks=2, ep=2), device=cpu, timeout_s=60) as ranks
 """
 
 
+@pytest.mark.parametrize(("ep", "dense"), [(2, "replicate"), (1, "zero3"), (2, "zero3")])
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
-def test_the_peak_of_a_rank_is_its_packed_part_and_one_slice_of_a_stack(storage: str, tmp_path: Path) -> None:
-    dense = big_model(tmp_path / "big")
+def test_the_peak_of_a_rank_is_its_packed_part_and_one_slice_of_a_stack(
+    storage: str, ep: int, dense: str, tmp_path: Path
+) -> None:
+    whole = big_model(tmp_path / "big")
     small, big = tiny.save_model("qwen3_moe", tmp_path / "small"), tmp_path / "big"
     if storage == "fp8":
         small, big = save_fp8(small, tmp_path / "small-fp8"), shards_to_fp8(big)
     [port] = free_ports(1)
-    command = [sys.executable, "-c", CHILD, str(small), str(big), storage]
+    command = [sys.executable, "-c", CHILD, str(small), str(big), storage, str(ep), dense]
     children = [
         subprocess.Popen([*command, str(rank), str(port)], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
         for rank in range(2)
@@ -81,13 +84,14 @@ def test_the_peak_of_a_rank_is_its_packed_part_and_one_slice_of_a_stack(storage:
         assert child.returncode == 0
         measured = json.loads(out.splitlines()[-1])
         peak, held = measured["peak"], measured["held"]
-        print(f"{storage}, rank {rank}: {dense / MB:.0f} MB, held {held / MB:.1f} MB, peak {peak / MB:.1f} MB")
-        assert held < {"nf4": 0.15, "fp8": 0.27}[storage] * dense
+        sizes = f"{whole / MB:.0f} MB, held {held / MB:.1f} MB, peak {peak / MB:.1f} MB"
+        print(f"{storage}, ep {ep}, {dense}, rank {rank}: {sizes}")
+        assert held < {"nf4": 0.15, "fp8": 0.27}[storage] * whole
         assert held < peak < held + slice_bytes
 
 
-def held_on_rank(place: Place, folder: Path, storage: str, ep: int) -> int:
-    with join_ranks(place, Layout(ranks=place.size, ep=ep), device=CPU, timeout_s=60) as ranks:
+def held_on_rank(place: Place, folder: Path, storage: str, layout: Layout) -> int:
+    with join_ranks(place, layout, device=CPU, timeout_s=60) as ranks:
         kernel = choose_kernel(CPU, torch.bfloat16)
         model = load_model(
             spec.Model(path=str(folder)), device=CPU, kernel=kernel, quantize=storage, divide=divider(ranks)
@@ -96,34 +100,35 @@ def held_on_rank(place: Place, folder: Path, storage: str, ep: int) -> int:
         return weight_bytes(model)
 
 
+@pytest.mark.parametrize(("ep", "dense"), [(2, "replicate"), (1, "zero3"), (2, "zero3")])
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
-def test_each_rank_takes_the_planned_bytes(storage: str, tmp_path: Path) -> None:
+def test_each_rank_takes_the_planned_bytes(storage: str, ep: int, dense: str, tmp_path: Path) -> None:
     folder = save_larger("qwen3_moe", tmp_path / "base")
     if storage == "fp8":
         folder = save_fp8(folder, tmp_path / "fp8", block=(128, 128))
     run = run_of(folder, storage)
     hardware = run.hardware.model_copy(update={"per_node": 2})
-    run = run.model_copy(update={"hardware": hardware, "parallel": spec.Parallel(ep=2, dense="replicate")})
+    run = run.model_copy(update={"hardware": hardware, "parallel": spec.Parallel(ep=ep, dense=dense)})
     job = replace(ask_run(run).job, layout=layout_of(run.parallel, 2))
     [frozen] = [p for p in estimate_memory(job).phases[0].parts if p.name == "frozen weights"]
     alone = weight_bytes(load_model(run.model, device=CPU, kernel=choose_kernel(CPU, torch.bfloat16), quantize=storage))
-    for held in on_ranks(2, tmp_path / "ranks", held_on_rank, folder, storage, 2):
-        print(f"{storage}: planned {frozen.bytes:.0f}, held {held}, one process {alone}")
+    for held in on_ranks(2, tmp_path / "ranks", held_on_rank, folder, storage, Layout(ranks=2, ep=ep, dense=dense)):
+        print(f"{storage}, ep {ep}, {dense}: planned {frozen.bytes:.0f}, held {held}, one process {alone}")
         assert frozen.bytes == pytest.approx(held, rel=0.01)
         assert held < 0.9 * alone
 
 
 def test_a_run_on_packed_experts_moves_between_layouts(tmp_path: Path) -> None:
-    """Two steps on 2 ranks, two in one process, four on 4; beside it, the run in one process alone."""
+    """Two steps each on 2 ranks, in one process, on 4 and on 2; beside it, the run in one process alone."""
     straight = make(tmp_path, "straight", {}, method__quantize="nf4")
     finish(straight, 1)
-    chain = [(2, {"ep": 2, "dense": "zero2"}), (1, {}), (4, {"ep": 4})]
+    chain = [(2, {"ep": 2, "dense": "zero2"}), (1, {}), (4, {"ep": 2, "dense": "zero3"}), (2, {"dense": "zero3"})]
     for number, (size, layout) in enumerate(chain):
         run = make(tmp_path, "moved", layout, method__quantize="nf4")
         finish(run, size)
         if number < len(chain) - 1:
             go_back_to(run, 2 * (number + 1))
-    assert [event["resumed_step"] for event in tiny.events(run, "start")] == [None, 2, 4]
+    assert [event["resumed_step"] for event in tiny.events(run, "start")] == [None, 2, 4, 6]
     assert tokens_of_steps(run) == tokens_of_steps(straight)
     assert_like(result(straight), result(run))
     tokens = torch.arange(40)[None]
