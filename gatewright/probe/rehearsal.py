@@ -64,7 +64,7 @@ def rehearse(
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
     refuse_unsupported(run)
-    refuse_what_fakes_cannot(run, layout)
+    refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
@@ -86,7 +86,7 @@ def rehearse(
         )
 
 
-def refuse_what_fakes_cannot(run: Run, layout: Layout) -> None:
+def refuse_what_fakes_cannot(run: Run) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
     method, router = run.method, run.router
     if router.balance or router.z:
