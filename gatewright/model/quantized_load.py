@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from gatewright.model import experts_llama4
 from gatewright.model.experts import find_experts, lora_shapes
 from gatewright.model.four_bit import bitsandbytes, quantize_nf4
 from gatewright.model.quantized import QuantizedWeight, weight_bytes
@@ -22,10 +23,11 @@ from gatewright.model.stream import Index, Lazy, Weight, weights_of
 from gatewright.spec.errors import ModelError
 
 Quantize = Literal["none", "nf4", "fp8"]
-Divide = Callable[[PreTrainedModel, Collection[str]], Mapping[str, Shares]]
-"""Lays a model on meta out over processes, DTensors of what each reads its part of.
+Divide = Callable[[PreTrainedModel, Collection[str], Collection[str]], Mapping[str, Shares]]
+"""Lays a model on meta out over processes, with DTensors of what each holds its part of.
 
-Told the names of the weights that will be stored in few bits; of these, says who else has a part of the packed bytes.
+Told the names of the weights that will be in few bits, and of those whose rows cannot be read alone; of the former,
+says who divides the packed bytes.
 """
 
 
@@ -60,7 +62,7 @@ def load_small(
     weights = weights_of(Shards(folder, files), seams(empty), form)
     packed = _packed(empty, weights, quantize)
     if divide is not None:
-        shares = divide(empty, packed)
+        shares = divide(empty, packed, ())
         kind = _divided_class(kind, divide, packed)
     state: dict[str, Lazy] = {}
     for weight in weights:
@@ -98,7 +100,8 @@ def _divided_class(kind: type[PreTrainedModel], divide: Divide, packed: Collecti
 
     def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
         kind.__init__(self, config)  # type: ignore[no-untyped-call]
-        divide(self, packed)
+        experts_llama4.adopt(self)  # so that experts are found
+        divide(self, packed, ())
         for name in packed:
             path, _, leaf = name.rpartition(".")
             weight = self.get_parameter(name)

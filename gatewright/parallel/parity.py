@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gatewright.model.attention import NAME, choose_kernel, install
 from gatewright.model.experts import find_experts, hold
+from gatewright.model.head import decoder
 from gatewright.model.load import put_seams
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.layout import refuse_experts
@@ -96,7 +97,7 @@ def _keep_own(module: nn.Module, ranks: Ranks) -> None:
 def _through(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
     """Hidden states [T, H] of one document, after a backward pass from their squares."""
     bounds = torch.tensor([0, len(tokens_T)], dtype=torch.int32, device=tokens_T.device)
-    hidden_TH = model.base_model(
+    hidden_TH = decoder(model)(
         input_ids=tokens_T[None],
         position_ids=torch.arange(len(tokens_T), device=tokens_T.device)[None],
         cu_seq_lens_q=bounds,

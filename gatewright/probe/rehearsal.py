@@ -13,7 +13,7 @@ from gatewright.data.batch import IGNORED, Batch
 from gatewright.model import attention
 from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.head import head_of
-from gatewright.model.load import put_seams, read_config
+from gatewright.model.load import put_seams, read_config, remade_rows
 from gatewright.model.quantized_divided import Shares
 from gatewright.model.quantized_load import quantizable
 from gatewright.model.recompute import recompute
@@ -157,7 +157,7 @@ def build(
     packed = quantizable(model) if run.method.quantize == "nf4" else set()
     shares: Mapping[str, Shares] = {}
     if (divide := divider(ranks)) is not None:
-        shares = divide(model, packed)
+        shares = divide(model, packed, () if packed else remade_rows(model))
         model.tie_weights()  # as the loader does after it
     settle(model, ranks)
     store_nf4(model, packed, shares)

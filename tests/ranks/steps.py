@@ -59,6 +59,7 @@ def take_steps(place: Place, run: Run, *, steps: int = 3, threads: int = 1) -> T
                 gradients = {
                     name: (trainer.gradients.shares[name].piece, owned.grad.clone())
                     for name, owned in trainer.gradients.owned.items()
+                    if owned.grad is not None
                 }
         shares = trainer.gradients.shares.values()
         return Taken(
