@@ -21,15 +21,14 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 
-from gatewright.data.tokenizer import load_tokenizer
 from gatewright.export.adapter_gguf import write_adapter
-from gatewright.export.card import model_card, modelfile
+from gatewright.export.card import model_card
 from gatewright.export.convert import Precision, convert
 from gatewright.export.coverage import expert_coverage
 from gatewright.export.deltas import AdapterFiles, read_adapter
 from gatewright.export.families import FAMILIES, architecture_of, read_config
 from gatewright.export.imatrix import load_importance, save_importance
-from gatewright.export.manifest import data_read, describe, publish
+from gatewright.export.manifest import data_read, describe, ollama_file, publish
 from gatewright.export.measure import EXACT_KL, Figures, Gate, gates, measure
 from gatewright.export.merge import LOST, empty_model, merge
 from gatewright.export.official import check_converter, convert_officially
@@ -384,25 +383,12 @@ class _Export:
                 shutil.copyfile(file, self.out / file.name)
         (self.out / "README.md").write_text(model_card(manifest), encoding="utf-8")
         if best := next((entry for entry in reversed(files) if entry["passed"]), None):
-            (self.out / "Modelfile").write_text(self._modelfile(best), encoding="utf-8")
+            tokens, template = self.request.context_tokens, self.template
+            text = ollama_file(self.out, best, base=self.source.base, template=template, context_tokens=tokens)
+            (self.out / "Modelfile").write_text(text, encoding="utf-8")
         write_json(self.out / "manifest.json", manifest)
         work_bytes = sum(f.stat().st_size for f in self.work.rglob("*") if f.is_file() and f.stat().st_nlink == 1)
         return Outcome(passed=passed, manifest=manifest, work_bytes=work_bytes)
-
-    def _modelfile(self, entry: Mapping[str, Any]) -> str:
-        tokenizer = load_tokenizer(self.source.base)
-        stops = tokenizer.convert_ids_to_tokens(load_reference(self.out / "reference.npz").ends)
-        template = self.template or (tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None)
-        on_base = entry["on_base"]
-        if on_base:
-            base = publish(self.out, self.work / f"base-{on_base}.gguf", f"base-{on_base}", True)
-        return modelfile(
-            base.name if on_base else entry["file"],
-            adapter=entry["file"] if on_base else None,
-            chat_template=template,
-            stops=stops,
-            context_tokens=self.request.context_tokens,
-        )
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
