@@ -19,7 +19,7 @@ def print_rehearsal(run: Run, *, config: Mapping[str, Any] | None, document_toke
     Rows of the expert-parallel rank: those of the busiest, by the planner's measured factor.
     """
     layout = layout_of(run.parallel, ranks=1 if run.hardware is None and run.parallel == "auto" else gpus_of(run))
-    whole = micro_batch_tokens(run)
+    whole = micro_batch_tokens(run, ranks=layout.ranks)
     longest = run.data.max_tokens if isinstance(run.data.max_tokens, int) else whole
     document = min(document_tokens or longest, whole)
     lengths = [document] * (whole // document) + ([whole % document] if whole % document > 1 else [])

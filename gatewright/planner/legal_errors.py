@@ -257,6 +257,7 @@ def tp_unsupported(at: Setting) -> str:
     title="CP leaves enough tokens",
     version="all versions",
     source="zigzag ring attention",
+    backends=("transformers", "deepspeed", "deepspeed-autoep", "fsdp1", "fsdp2", "megatron"),
 )
 def cp_divides_tokens(at: Setting) -> str:
     job = at.job

@@ -315,12 +315,6 @@ def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks
         return None
     assert isinstance(run.parallel, Parallel)
     longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
-    if not run.data.pack:
-        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
-    if run.router.balance and run.router.balance_over == "sequence":
-        raise RunFileError(
-            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
-        )
     if longest > step:
         raise RunFileError(
             f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "

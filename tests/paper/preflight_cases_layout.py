@@ -162,6 +162,36 @@ CASES = (
         {"gpus": 8, "gpu": "mi250x-gcd"},
     ),
     Case(
+        "GW126",
+        [ours(model={"path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, parallel={"cp": 4})],
+        [ours(parallel={"cp": 4})],
+        {"gpus": 8},
+    ),
+    Case(
+        "GW127",
+        [ours(model={"path": "google/gemma-2-9b"}, parallel={"cp": 2})],
+        [ours(model={"path": "google/gemma-2-9b"}, parallel={"ep": 1})],
+        {"gpus": 8},
+    ),
+    Case(
+        "GW128",
+        [ours(parallel={"ep": 4}, train={"optimizer": "adamw8bit"})],
+        [ours(parallel={"ep": 1}, train={"optimizer": "adamw8bit"})],
+        {"gpus": 8},
+    ),
+    Case(
+        "GW129",
+        [ours(parallel={"dense": "zero3"}, method={"adapter": {"rank": 8, "full": ["router"]}})],
+        [ours(parallel={"dense": "zero2"}, method={"adapter": {"rank": 8, "full": ["router"]}})],
+        {"gpus": 8},
+    ),
+    Case(
+        "GW130",
+        [ours(parallel={"ep": 4}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
+        [ours(parallel={"ep": 1}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
+        {"gpus": 8},
+    ),
+    Case(
         "GW131",
         [axolotl(fsdp_version=2, fsdp_config={"version": 2}, deepspeed="ds.json")],
         [axolotl(deepspeed="ds.json")],
