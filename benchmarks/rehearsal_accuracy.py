@@ -28,7 +28,7 @@ OLDER = "refs/a100_80gb.csv"
 def comparable(row: dict[str, str]) -> bool:
     return (
         row["framework"] == "fms-hf-tuning / none"
-        and row["world_size"] == "1"
+        and row["tokens_known"] != "no"
         and row["method"] in ("full", "lora")
         and row["metric"].startswith("max_memory_allocated")
         and (CATALOGUE / f"{row['model']}.json").exists()
@@ -45,6 +45,7 @@ def rehearsed(row: dict[str, str]) -> Rehearsal:
         target_modules=tuple(row["target_modules"].split()),
         checkpointing=row["grad_ckpt"].startswith("full"),
         loss="upcast_and_shift" if older else "transformers",
+        ranks=int(row["world_size"]),
     )
     return rehearse_plain(config_of(config), step, model=row["model"])
 

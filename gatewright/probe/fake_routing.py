@@ -56,8 +56,9 @@ def _with_values(module: nn.Module) -> nn.Module:
 
 
 def _value(tensor: Tensor) -> Tensor:
-    floats = tensor.is_floating_point()
-    return torch.randn(tensor.shape) if floats else torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.randn(tensor.shape) / tensor.shape[-1] ** 0.5  # logits of about 1, which no function saturates
 
 
 def assume_experts(run: Run, model: PreTrainedModel) -> dict[int, list[int]] | None:
