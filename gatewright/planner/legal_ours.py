@@ -1,87 +1,62 @@
-"""Rules of our own trainer: what train/setup.py and the proof of train/context.py refuse, said before a run starts."""
-
-from collections import Counter
+"""Rules of our own trainer: what its setup and its proofs before step 1 refuse, said before a run starts."""
 
 from gatewright.planner.legal_rule import Rules, Setting
-from gatewright.spec.shape import AttentionKind
 
 VERSION = "Gatewright 0"
 OURS = Rules()
 
-PAST_THE_SEAM: dict[AttentionKind, str] = {
-    "linear": "carries a state along the document",
-    "chunked": "counts positions in chunks",
-    "sparse_latent": "chooses keys by an indexer",
-    "compressed": "compresses keys over a stretch of tokens",
-}
-"""Kinds of attention that look along a document in another way than by its keys and values."""
 CHANGED_SCORES = {"gpt_oss": "attention sinks", "gemma2": "soft-capped scores"}
 """Families whose attention is not that of a plain kernel, and what it has."""
 
 
 @OURS.rule(
-    "cp-past-the-seam",
-    title="layers that carry something along a document over ranks",
+    "cp-through-attention",
+    title="CP needs attention that looks along documents through its keys alone",
     version=VERSION,
-    source="proof before step 1, docs/context_parallel.md",
+    source="train/context.py proves it, and refuses others",
     backends=("gatewright",),
 )
-def cp_past_the_seam(at: Setting) -> str:
-    if at.job.layout.cp == 1:
-        return ""
-    shape = at.job.shape
-    kinds = Counter(layer.attention.kind for layer in shape.layers if layer.attention is not None)
-    for kind, does in PAST_THE_SEAM.items():
-        if kinds[kind]:
-            return (
-                f"cp {at.job.layout.cp}: {kinds[kind]} of the {len(shape.layers)} layers of {shape.name} have "
-                f"{kind.replace('_', ' ')} attention, which {does}, and would need the part that another rank holds; "
-                "use cp 1"
-            )
+def cp_through_attention(at: Setting) -> str:
+    mixers = [layer.attention for layer in at.job.shape.layers if layer.attention is not None]
+    past = [item for item in mixers if item.kind == "linear" or item.index_top_k is not None or item.compression > 1]
+    if at.job.layout.cp > 1 and past:
+        return (
+            f"cp {at.job.layout.cp}: {len(past)} layers of {at.job.shape.name} carry something along a document past "
+            "the attention seam (linear attention, an indexer, compressed keys); use cp 1"
+        )
     return ""
 
 
 @OURS.rule(
     "cp-changed-scores",
-    title="sinks and soft caps over ranks",
+    title="sinks, soft caps and chunks over ranks",
     version=VERSION,
-    source="attention seam, docs/context_parallel.md",
+    source="model/attention.py refuses them, docs/context_parallel.md",
     backends=("gatewright",),
 )
 def cp_changed_scores(at: Setting) -> str:
-    found = CHANGED_SCORES.get(at.job.shape.family)
+    shape = at.job.shape
+    chunked = any(layer.attention is not None and layer.attention.kind == "chunked" for layer in shape.layers)
+    found = "attention in chunks" if chunked else CHANGED_SCORES.get(shape.family)
     if at.job.layout.cp == 1 or found is None:
         return ""
-    return f"cp {at.job.layout.cp}: {at.job.shape.name} has {found}, which are not proved over ranks; use cp 1"
+    return f"cp {at.job.layout.cp}: {shape.name} has {found}, which is not proved over ranks; use cp 1"
 
 
 @OURS.rule(
-    "eight-bit-state-divided",
-    title="8-bit optimizer state divided over ranks",
-    version=VERSION,
-    source="train/setup.py: state in blocks",
+    "eight-bit-sharded",
+    title="8-bit optimizer with divided state",
+    version="Gatewright 0, bitsandbytes up to 0.50",
+    source="train/setup.py: its state is blocks of 256 elements with a scale each",
     backends=("gatewright",),
 )
-def eight_bit_state_divided(at: Setting) -> str:
+def eight_bit_sharded(at: Setting) -> str:
     layout = at.job.layout
-    if at.job.optimizer != "adamw_8bit" or (layout.ep == 1 and layout.sharding == "none"):
-        return ""
-    what = f"ep {layout.ep}" if layout.ep > 1 else layout.sharding
-    return f"adamw8bit keeps its state in blocks that {what} cannot divide; use adamw, or ep 1 with replicated weights"
-
-
-@OURS.rule(
-    "full-beside-adapter-sharded",
-    title="weights that train in full beside an adapter, sharded",
-    version=VERSION,
-    source="train/setup.py",
-    backends=("gatewright",),
-)
-def full_beside_adapter_sharded(at: Setting) -> str:
-    adapter, sharding = at.job.adapter, at.job.layout.sharding
-    if adapter is None or not adapter.full or sharding not in ("fsdp2", "zero3"):
-        return ""
-    return f"{', '.join(sorted(adapter.full))} in full beside an adapter cannot be sharded by zero3; use zero2"
+    if at.job.optimizer == "adamw_8bit" and (layout.ep > 1 or layout.sharding == "zero2"):
+        return (
+            "adamw_8bit keeps its state in blocks that cannot be divided over ranks; use adamw, or replicate with ep 1"
+        )
+    return ""
 
 
 @OURS.rule(

@@ -14,7 +14,8 @@ from gatewright.model import attention
 from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import head_of
-from gatewright.model.load import put_seams, read_config
+from gatewright.model.load import put_seams, read_config, remade_rows
+from gatewright.model.quantized_divided import Shares
 from gatewright.model.recompute import recompute
 from gatewright.model.routing import RouterWatch, find_routers
 from gatewright.parallel.apply import divider, settle, spread_gradients
@@ -23,7 +24,7 @@ from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
-from gatewright.probe.fake_quantized import store_fp8, store_nf4
+from gatewright.probe.fake_quantized import few_bits, store
 from gatewright.probe.fake_ranks import assume_routing, first_of
 from gatewright.probe.fake_routing import assume_experts, score_functions
 from gatewright.probe.rehearsal_observe import first_line, held_after, observe
@@ -66,7 +67,7 @@ def rehearse(
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
     refuse_unsupported(run)
-    refuse_what_fakes_cannot(run, layout)
+    refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
     if run.router.capacity != "dropless":
         expert_load = min(expert_load, run.router.capacity)  # no pool of experts takes more
@@ -98,14 +99,8 @@ def rehearse(
         )
 
 
-def refuse_what_fakes_cannot(run: Run, layout: Layout) -> None:
+def refuse_what_fakes_cannot(run: Run) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
-    method = run.method
-    if method.quantize != "none" and (layout.ep > 1 or layout.dense == "zero3"):
-        raise RunFileError(
-            f"rehearsal: method.quantize {method.quantize}: a base in few bits cannot be divided over ranks yet; set "
-            "parallel.ep: 1 and dense: replicate or zero2"
-        )
     if isinstance(run.parallel, Parallel) and run.parallel.cp != 1:
         raise RunFileError(
             f"rehearsal: parallel.cp {run.parallel.cp}: attention from slices of documents is torch's choice of a "
@@ -162,15 +157,14 @@ def build(
         attn_implementation=attention.NAME,
         trust_remote_code=run.model.trust_remote_code,
     )
-    if (divide := divider(ranks)) is not None:
-        divide(model)
-        model.tie_weights()  # as the loader does after it
     put_seams(model, source=run.model.path)
+    packed, empty = few_bits(model, config, run.method.quantize, source=run.model.path)
+    shares: Mapping[str, Shares] = {}
+    if (divide := divider(ranks, whole=run.adapter.full if run.adapter else ())) is not None:
+        shares = divide(model, packed, () if packed else remade_rows(model))
+        model.tie_weights()  # as the loader does after it
     settle(model, ranks)
-    if run.method.quantize == "nf4":
-        store_nf4(model)
-    elif run.method.quantize == "fp8":
-        store_fp8(model, config, source=run.model.path)
+    store(model, packed, empty, shares)
     if ranks.layout.ep > 1:
         assume_routing(model, load=expert_load)
     experts, adapter = find_experts(model), run.adapter

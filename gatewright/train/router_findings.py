@@ -35,6 +35,9 @@ def router_findings(control: RouterControl, *, ep: int) -> list[Finding]:
     if (settings.balance or settings.z) and not control.guard.trains:
         text = "the router is frozen: router.balance and router.z reach only the weights that feed it"
         found.append(Finding(severity="warning", text=text))
+    if control.guard.trains and not (settings.balance or settings.bias_rate):
+        text = "the router trains with nothing that balances it: router.balance and router.bias_rate are 0"
+        found.append(Finding(severity="note", text=text))
     idle = [a for a in settings.guard.action if a in ("lower_lr", "freeze", "reset")]
     if idle and not control.guard.trains:
         text = f"router.guard: {', '.join(idle)} will change nothing, since the router is frozen"

@@ -84,17 +84,11 @@ def refuse_unsupported(run: Run) -> list[Finding]:
             "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
             "adamw, or parallel.ep: 1 and dense: replicate"
         )
-    if run.parallel != "auto" and run.method.adapter:
-        if run.parallel.dense == "zero3" and run.method.adapter.full:
-            raise RunFileError(
-                "method.adapter.full: weights that train in full beside an adapter cannot be sharded by zero3 yet; set "
-                "parallel.dense to replicate or zero2"
-            )
-        if run.parallel.ep > 1 and run.method.adapter.experts:
-            raise RunFileError(
-                "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
-                "ep: 1, or adapt every expert"
-            )
+    if run.parallel != "auto" and run.method.adapter and run.parallel.ep > 1 and run.method.adapter.experts:
+        raise RunFileError(
+            "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
+            "ep: 1, or adapt every expert"
+        )
     return []
 
 
@@ -204,7 +198,7 @@ def _prepare_model(
         kernel=kernel,
         quantize=run.method.quantize,
         note=lambda text: log(Finding(severity="note", text=text)),
-        divide=divider(ranks),
+        divide=divider(ranks, whole=run.adapter.full if run.adapter else ()),
     )
     settle(model, ranks)
     if not find_experts(model):

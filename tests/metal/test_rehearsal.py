@@ -333,7 +333,6 @@ def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> Non
 def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
     for run, layout, says in (
         (changed(method={"quantize": "fp8"}), Layout(), "the config of tiny states none"),
-        (changed(method={"quantize": "nf4"}), Layout(ranks=2, ep=2), "cannot be divided over ranks yet"),
         (changed(parallel={"cp": 2}), Layout(ranks=2), "parallel.cp 2"),
     ):
         with pytest.raises(RunFileError, match=says):

@@ -126,6 +126,18 @@ CASES = (
         {"gpus": 8},
     ),
     Case(
+        "GW126",
+        [ours(model={"path": "Qwen3-Next-80B-A3B-Instruct"}, parallel={"cp": 2})],
+        [ours(model={"path": MOE}, parallel={"cp": 2})],
+        {"gpus": 8, "gpu": "h200"},
+    ),
+    Case(
+        "GW127",
+        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "zero2"})],
+        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "replicate"})],
+        {"gpus": 8, "gpu": "h200"},
+    ),
+    Case(
         "GW120",
         [axolotl(adapter="qlora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],
         [axolotl(adapter="lora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],
@@ -162,31 +174,13 @@ CASES = (
         {"gpus": 8, "gpu": "mi250x-gcd"},
     ),
     Case(
-        "GW126",
-        [ours(model={"path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, parallel={"cp": 4})],
-        [ours(parallel={"cp": 4})],
-        {"gpus": 8},
-    ),
-    Case(
-        "GW127",
+        "GW128",
         [ours(model={"path": "google/gemma-2-9b"}, parallel={"cp": 2})],
         [ours(model={"path": "google/gemma-2-9b"}, parallel={"ep": 1})],
         {"gpus": 8},
     ),
     Case(
-        "GW128",
-        [ours(parallel={"ep": 4}, train={"optimizer": "adamw8bit"})],
-        [ours(parallel={"ep": 1}, train={"optimizer": "adamw8bit"})],
-        {"gpus": 8},
-    ),
-    Case(
         "GW129",
-        [ours(parallel={"dense": "zero3"}, method={"adapter": {"rank": 8, "full": ["router"]}})],
-        [ours(parallel={"dense": "zero2"}, method={"adapter": {"rank": 8, "full": ["router"]}})],
-        {"gpus": 8},
-    ),
-    Case(
-        "GW130",
         [ours(parallel={"ep": 4}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
         [ours(parallel={"ep": 1}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
         {"gpus": 8},

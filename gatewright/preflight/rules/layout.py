@@ -32,11 +32,10 @@ CODES = {
     "ep-or-gather": "GW123",
     "zero2-replicates-frozen": "GW124",
     "stage-table": "GW125",
-    "cp-past-the-seam": "GW126",
-    "cp-changed-scores": "GW127",
-    "eight-bit-state-divided": "GW128",
-    "full-beside-adapter-sharded": "GW129",
-    "expert-subset-with-ep": "GW130",
+    "cp-through-attention": "GW126",
+    "eight-bit-sharded": "GW127",
+    "cp-changed-scores": "GW128",
+    "expert-subset-with-ep": "GW129",
 }
 """Rule of planner/legal.py to its code here. Two are left out that no config can break: our run file and
 transformers' arguments have no key for a pipeline, nor ours for tensor parallelism."""
@@ -46,7 +45,6 @@ _ABOUT = {
     "zero": ("zero",),
     "ep": ("ep",),
     "expert": ("subset", "ep"),
-    "full": ("full", "zero"),
     "fsdp1": ("fsdp", "ep"),
     "heads": ("tp",),
     "tp": ("tp",),
@@ -86,7 +84,6 @@ def _said(job: Job, rule: str) -> Iterator[Written[Any]]:
         "bits": job.bits,
         "ranks": job.ranks,
         "subset": job.expert_share,
-        "full": job.lora_modules_to_save,
     }
     yield from (values[name] for name in _ABOUT.get(rule.split("-")[0], ()) if values[name].given)
     yield job.model
