@@ -33,8 +33,8 @@ def _tell(router: Router) -> str:
     with torch.device("cpu"):
         module = _with_values(router.module)
         try:
-            output = module(torch.randn(PROBE_TOKENS, module.weight.shape[1]))
-            logits_TE, weights_Tk, index_Tk = output
+            weight = module.weight  # perhaps a float32 one, shown in the type that the model computes in
+            logits_TE, weights_Tk, index_Tk = module(torch.randn(PROBE_TOKENS, weight.shape[1], dtype=weight.dtype))
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"{router.name} is a {type(router.module).__name__}, which does not give (logits, weights, chosen "

@@ -131,9 +131,12 @@ def test_losses_of_the_router_count_as_they_do_on_real_tensors(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_score_functions_are_those_that_the_model_tells(kind: str) -> None:
+@pytest.mark.parametrize("trains", [True, False])
+def test_score_functions_are_those_that_the_model_tells(kind: str, trains: bool) -> None:
+    """Of a router that trains in float32 before a model in bfloat16, too."""
+    run = changed(model={"path": "tiny", "dtype": "bfloat16"}, router={"train": trains})
     with torch.device("meta"):
-        told = score_functions(build(moe_config(kind), changed(), CPU, ONE))
+        told = score_functions(build(moe_config(kind), run, CPU, ONE))
     assert told == dict.fromkeys((1, 2), "softmax" if kind == "qwen3_moe" else "sigmoid")
 
 
