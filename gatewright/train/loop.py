@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 
 from gatewright.model.coverage import write_coverage
-from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
@@ -44,7 +43,7 @@ def train(run: Run, *, console: Console) -> int:
     findings = refuse_unsupported(run)
     place = find_place()
     layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
-    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
+    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks:
         return _train(run, findings, ranks, console=console)
 
 
