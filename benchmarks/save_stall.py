@@ -67,7 +67,8 @@ def train(folder: Path, name: str, *, ranks: int, background: bool) -> dict[str,
         "data": {"train": str(folder / "documents.jsonl")},
         "train": {
             "tokens_per_step": 256 * ranks, "micro_batch_tokens": 256, "steps": SAVE_EVERY * (SAVES + 1) - 1,
-            "lr": 1e-4, "threads": 1, "save_every_steps": SAVE_EVERY, "keep_checkpoints": 1, "save_in_background": background,
+            "lr": 1e-4, "threads": 1, "save_every_steps": SAVE_EVERY, "keep_checkpoints": 1,
+            "save_in_background": background,
         },
     }  # fmt: skip
     file = folder / f"{name}.yaml"
