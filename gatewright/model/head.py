@@ -92,6 +92,11 @@ def gather_on_use(head: nn.Linear) -> None:
     head.forward = forward  # type: ignore[method-assign]
 
 
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its language-model head; for a Llama 4 text model `base_model` names the model itself."""
+    return model.base_model if model.base_model is not model else model.model
+
+
 def head_of(model: PreTrainedModel) -> Head:
     """The model's head with the scale and soft cap its config declares."""
     linear = model.get_output_embeddings()

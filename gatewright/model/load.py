@@ -1,6 +1,7 @@
 """Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.utils import logging as transformers_logging
 
 from gatewright.model import attention, experts, experts_llama4, per_document
@@ -93,9 +103,30 @@ def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None
 
     def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
         known.__init__(self, config)
+        experts_llama4.adopt(self)  # so that experts are found
         divide(self)
 
     return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})
+
+
+def remade_rows(model: PreTrainedModel) -> set[str]:
+    """Names of the weights whose rows are not rows of the files, since loading joins or reorders them.
+
+    Of such a weight (Kimi's convolution is joined from three) a rank cannot read its rows alone: transformers cuts what
+    is in the files before it joins them, without a word.
+    """
+    remade = set()
+    for conversion in get_model_conversion_mapping(model):
+        if isinstance(conversion, WeightConverter) and not all(map(_keeps_rows, conversion.operations)):
+            targets = [re.sub(r"\\\d+|(?<!\.)\*", ".*", pattern) for pattern in conversion.target_patterns]
+            remade |= {name for name, _ in model.named_parameters() if any(re.search(t, name) for t in targets)}
+    return remade
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    if isinstance(operation, Transpose):
+        return min(operation.dim0, operation.dim1) > 0
+    return isinstance(operation, MergeModulelist) or (isinstance(operation, Concatenate | Chunk) and operation.dim > 0)
 
 
 def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from gatewright.model.attention import NAME, choose_kernel, install
-from gatewright.model.experts import find_experts
+from gatewright.model.experts import find_experts, hold
+from gatewright.model.head import decoder
 from gatewright.model.load import put_seams
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.layout import refuse_experts
@@ -86,8 +87,8 @@ def _copy(config: PretrainedConfig, ranks: Ranks, *, dtype: torch.dtype, seed: i
 
 def _keep_own(module: nn.Module, ranks: Ranks) -> None:
     """Leaves this rank's experts of a module that holds all of them."""
-    module.gatewright_experts = module.num_experts // ranks.layout.ep
-    module.gatewright_first_expert = ranks.position("ep") * module.gatewright_experts
+    count = module.num_experts // ranks.layout.ep
+    hold(module, range(module.num_experts), first=ranks.position("ep") * count, count=count)
     for name, stack in list(module.named_parameters(recurse=False)):
         own = stack.detach().chunk(ranks.layout.ep)[ranks.position("ep")].clone()
         module.register_parameter(name, nn.Parameter(own))
@@ -96,7 +97,7 @@ def _keep_own(module: nn.Module, ranks: Ranks) -> None:
 def _through(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
     """Hidden states [T, H] of one document, after a backward pass from their squares."""
     bounds = torch.tensor([0, len(tokens_T)], dtype=torch.int32, device=tokens_T.device)
-    hidden_TH = model.base_model(
+    hidden_TH = decoder(model)(
         input_ids=tokens_T[None],
         position_ids=torch.arange(len(tokens_T), device=tokens_T.device)[None],
         cu_seq_lens_q=bounds,

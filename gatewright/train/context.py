@@ -10,13 +10,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.data.loader import Loader
 from gatewright.model.per_document import describe
-from gatewright.packing.cost import ATTENTION_PASSES, BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
+from gatewright.packing.cost import BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
 from gatewright.packing.exchange import Exchange
 from gatewright.packing.exchange_cost import Heads, Name
 from gatewright.packing.exchange_gather import Gather
 from gatewright.packing.exchange_heads import HeadExchange
 from gatewright.packing.exchange_plan import Plan, plan
 from gatewright.packing.exchange_ring import RingExchange
+from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.packing.schedule import Slice
 from gatewright.parallel.context import Context, Gathered, Moved
 from gatewright.parallel.context_heads import HeadsDealt
@@ -85,10 +86,10 @@ def exchanges_of(wanted: str) -> tuple[Name, ...]:
 
 
 def exchanges_line(loader: Loader) -> str:
-    """E.g. `; exchanges in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
+    """E.g. `exchanges in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
     if loader.cut is None or loader.ranks == 1:
         return ""
-    return "; exchanges in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
+    return "exchanges in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
 
 
 def on_device(batch: Batch, ranks: Ranks) -> Batch:

@@ -45,6 +45,8 @@ BROKEN = {
     "cp-with-eager": at(laid(replace(FULL, attention="eager"), cp=2)),
     "full-needs-wide-weights": at(laid(replace(FULL, storage="fp8"))),
     "eight-bit-with-dtensor": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="fsdp2")),
+    "cp-through-attention": at(laid(replace(FULL, shape=find_shape("Qwen3-Next-80B-A3B-Instruct")), cp=2)),
+    "eight-bit-sharded": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="zero2")),
     "four-bit-with-fsdp": at(laid(replace(LORA, method="qlora", storage="nf4"), sharding="fsdp2")),
     "fp8-without-units": at(laid(replace(LORA, storage="fp8")), gpu="mi250x-gcd"),
     "ep-across-nodes": at(laid(LORA, ranks=16, ep=16), nodes=2),

@@ -58,6 +58,7 @@ def take_steps(place: Place, run: Run, *, steps: int = 3, threads: int = 1) -> T
                 gradients = {
                     name: (trainer.gradients.shares[name].piece, owned.grad.clone())
                     for name, owned in trainer.gradients.owned.items()
+                    if owned.grad is not None
                 }
         shares = trainer.gradients.shares.values()
         return Taken(
@@ -82,9 +83,10 @@ def put_together(parts: list[dict[str, tuple[Piece, Tensor]]]) -> dict[str, Tens
         for name, (piece, tensor) in part.items():
             flat = whole.setdefault(name, torch.zeros(prod(piece.shape)))
             seen = known.setdefault(name, torch.zeros(prod(piece.shape), dtype=torch.bool))
-            run = slice(piece.begin, piece.end)
-            assert torch.equal(flat[run][seen[run]], tensor.reshape(-1)[seen[run]]), f"{name} differs between ranks"
-            flat[run], seen[run] = tensor.reshape(-1), True
+            index = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in piece.runs)])
+            again = seen[index]
+            assert torch.equal(flat[index][again], tensor.reshape(-1)[again]), f"{name} differs between ranks"
+            flat[index], seen[index] = tensor.reshape(-1), True
     for name, seen in known.items():
         assert seen.all(), f"{name}: no rank has {int((~seen).sum())} of its elements"
     return whole
