@@ -38,7 +38,7 @@ class Outcome:
     faults: list[str]
     bytes: int
     write_s: float
-    """From the first byte on any rank to the checkpoint's name, or to the fault."""
+    """From the first byte to the checkpoint's name, or to the fault."""
 
 
 class Saving:
@@ -112,8 +112,9 @@ class Saving:
             faults = [f"rank {rank}: {text}" if len(told) > 1 else text for rank, (text, _) in enumerate(told) if text]
             files = [entry for _, written in told for entry in written]
             faults = faults or self._complete(files)
-        except RuntimeError as error:
-            faults = [f"the ranks lost contact: {error}"]
+        except Exception as error:
+            # Without an outcome, all would wait for it for ever.
+            faults, files = [f"{type(error).__name__}: {error}"], []
         if faults:
             shutil.rmtree(self.partial, ignore_errors=True)
         size = sum(int(entry["bytes"]) for entry in files)
