@@ -5,6 +5,7 @@ collective breaks, or, if they hang in one, from a thread that looks there every
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from gatewright.spec.errors import EndedByRank, GatewrightError, RankLost
 FAILED, KNOWN, DONE = "failed", "failure_known", "done"
 """Topics at the meeting: the first failure, who knows of it, and who came to the end without one."""
 LOOK_EVERY_S = 1.0
+SETTLE_S = 0.5
+"""How long a rank that lost contact waits for the reason: one that fails leaves it before its connections close."""
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
-PATIENCE_S = {KNOWN: 3 * LOOK_EVERY_S, DONE: GRACE_S}
+PATIENCE_S = {KNOWN: 2 * LOOK_EVERY_S, DONE: GRACE_S}
 """How long the first rank waits for the others at its end; one that died does not come."""
 
 
@@ -73,9 +76,7 @@ class _Watch:
         lost = _is_lost_contact(error)
         if lost:
             # Most likely the consequence of another rank's end, whose reason may be on its way.
-            until = time.monotonic() + 2 * LOOK_EVERY_S
-            while self.seen is None and time.monotonic() < until:
-                time.sleep(0.05)
+            time.sleep(SETTLE_S)
         if self.seen is not None:
             return self.seen
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -101,17 +102,24 @@ class _Watch:
         self.thread.join(timeout=LOOK_EVERY_S)
 
     def _look(self) -> None:
+        rank = self.meeting.place.rank
         while not self.ended.wait(LOOK_EVERY_S):
             try:
                 said = self.meeting.said(FAILED)
             except (RuntimeError, ValueError):
-                said = asdict(Failure(0, 1, "its process has gone, and the store with it"))
-            if said is not None and said["rank"] != self.meeting.place.rank:
-                self.seen = Failure(**said)
-                # A rank that hangs in a collective cannot end by itself, and will not come to `leave`.
-                if not self.ended.wait(GRACE_S):
-                    os._exit(self.seen.exit_code)
+                self._end_by_force(1, f"error: rank {rank}: rank 0 has gone, and with it the ranks' store")
                 return
+            if said is not None and said["rank"] != rank:
+                self.seen = Failure(**said)
+                self._end_by_force(self.seen.exit_code)
+                return
+
+    def _end_by_force(self, code: int, text: str = "") -> None:
+        """Ends the process where it does not end by itself: it hangs in a collective, and will not come to `leave`."""
+        if not self.ended.wait(GRACE_S):
+            sys.stderr.write(text and f"{text}\n")
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _is_lost_contact(error: BaseException) -> bool:
