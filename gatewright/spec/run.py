@@ -348,6 +348,18 @@ class Run(Section):
     runs_dir: str = "runs"
     """Folder of all runs."""
 
+    @model_validator(mode="after")
+    def _cut_documents(self) -> "Run":
+        if self.parallel == "auto" or self.parallel.cp == 1:
+            return self
+        if not self.data.pack:
+            raise ValueError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+        if self.router.balance and self.router.balance_over == "sequence":
+            raise ValueError(
+                "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+            )
+        return self
+
     @property
     def timeout_s(self) -> int:
         """Patience of ranks with each other, seconds."""
