@@ -163,6 +163,8 @@ class Train(Section):
     """Seed of adapter initialisation, dropout and data order."""
     save_every_steps: PositiveInt = 100
     """Steps between two checkpoints. The last step is always saved."""
+    save_in_background: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory; false: training waits for the disk."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept, besides the one with the best held-out loss."""
     threads: PositiveInt | None = None
@@ -251,7 +253,7 @@ class Parallel(Section):
     exchange: Literal["auto", "moved", "gathered", "heads", "ring"] = "auto"
     """How ranks that share documents exchange keys and values. auto: the cheapest, for each micro-batch."""
     timeout_s: PositiveInt = 600
-    """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
+    """How long ranks wait for one that does not come, in seconds, before the run ends."""
 
 
 class Hardware(Section):
