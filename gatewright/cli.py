@@ -58,6 +58,8 @@ def main() -> None:
 
     A run also ends with 85, saved because its time was up, or 3, it cannot finish in the time it has.
     """
+    # pydantic would look for plugins in the metadata of every installed package: slow on the disk of a cluster
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         app()
     except KeyboardInterrupt:

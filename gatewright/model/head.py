@@ -67,8 +67,11 @@ def head_logits(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """[T, V] logits of a head with these weights and, where given, this low-rank part."""
-    logits_TV = F.linear(hidden_TH, weight_VH, bias_V)
+    """[T, V] logits of a head with these weights and, where given, this low-rank part.
+
+    In the type of the weights: some architectures keep the head in float32 whatever the rest is in.
+    """
+    logits_TV = F.linear(hidden_TH.to(weight_VH.dtype), weight_VH, bias_V)
     if low_Tr is not None and b_Vr is not None:
         logits_TV = (logits_TV + low_Tr @ b_Vr.T).to(logits_TV.dtype)
     if scale != 1.0:

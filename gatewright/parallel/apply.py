@@ -4,16 +4,17 @@
     weights read, each its own      settle             experts' dispatch in place, and a head that gathers its weight
     adapters added, roles chosen    spread_gradients   who updates what, and how gradients meet
 
-Inside the model nothing knows of ranks but the experts seam (model/experts.py) and the head (model/head.py).
+Inside the model nothing knows of ranks but the experts seam (model/experts.py), the head (model/head.py) and weights
+in few bits (model/quantized_divided.py).
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,10 +24,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model.experts import find_experts, hold
 from gatewright.model.head import decoder, gather_on_use
-from gatewright.model.load import remade_rows
+from gatewright.model.quantized_divided import Shares
+from gatewright.model.quantized_load import Divide
 from gatewright.model.roles import head_is_tied, parameter_roles
 from gatewright.parallel.collect import divided_stacks, expert_stacks
-from gatewright.parallel.collectives import count_fsdp
+from gatewright.parallel.collectives import all_gather, count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
@@ -40,20 +42,29 @@ BUCKET_ELEMENTS = 16 << 20
 """Elements that one collective reduces: 64 MiB in float32."""
 
 
-def divider(ranks: Ranks, *, whole: Collection[str] = ()) -> Callable[[PreTrainedModel], None] | None:
+def divider(ranks: Ranks, *, whole: Collection[str] = ()) -> Divide | None:
     """What the loader is to call with the empty model; None where every rank reads all of it."""
     if ranks.layout.ep == 1 and ranks.layout.dense != "zero3":
         return None
-    return lambda model: divide(model, ranks, whole=whole)
+    return lambda model, packed, remade: divide(model, ranks, whole=whole, packed=packed, remade=remade)
 
 
-def divide(model: PreTrainedModel, ranks: Ranks, *, whole: Collection[str] = ()) -> None:
+def divide(
+    model: PreTrainedModel,
+    ranks: Ranks,
+    *,
+    whole: Collection[str] = (),
+    packed: Collection[str] = (),
+    remade: Collection[str] = (),
+) -> dict[str, Shares]:
     """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read.
 
     `whole`: roles that zero3 leaves whole, as it does adapters: what trains in full beside an adapter is kept in
-    float32, in another form than FSDP would gather. What a rank cannot read its rows of stays whole as well.
+    float32, in another form than FSDP would gather. `remade`: weights of which a rank cannot read its rows alone; they
+    stay whole as well. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their
+    packed bytes, the ranks that do so are returned by name.
     """
-    experts, layout, remade = find_experts(model), ranks.layout, remade_rows(model)
+    experts, layout = find_experts(model), ranks.layout
     refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))
     own = {id(weight) for module in experts.values() for weight in module.parameters()}
     stacks = [name for name, weight in model.named_parameters() if name in remade and id(weight) in own]
@@ -67,11 +78,13 @@ def divide(model: PreTrainedModel, ranks: Ranks, *, whole: Collection[str] = ())
             _cut_rows(module, module.num_experts, ranks.part("ep"))
     if layout.dense == "zero3":
         policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
+        packed_weights = {model.get_parameter(name) for name in packed}
         if layout.ep > 1:
             for module in experts.values():
-                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy)
+                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy, ignored_params=packed_weights)
         roles = parameter_roles(model)
         kept = {weight for name, weight in model.named_parameters() if roles[name] in whole or name in remade}
+        kept |= packed_weights
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
             fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy, ignored_params=kept)
         # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
@@ -89,6 +102,26 @@ def divide(model: PreTrainedModel, ranks: Ranks, *, whole: Collection[str] = ())
                 module.set_force_sum_reduction_for_comms(True)
                 if ranks.device.type == "cpu":
                     count_fsdp(module)
+    return _packed_shares(model, packed, ranks) if layout.dense == "zero3" else {}
+
+
+def _packed_shares(model: PreTrainedModel, packed: Collection[str], ranks: Ranks) -> dict[str, Shares]:
+    """Of each packed weight: the ranks that divide its bytes; those with the same experts, or all of a copy."""
+    experts = set(find_experts(model).values()) if ranks.layout.ep > 1 else set()
+    same, everything = _shares(ranks.part("edp")), _shares(ranks.part(SHARD))
+    shares = {n: same if model.get_submodule(n.rpartition(".")[0]) in experts else everything for n in packed}
+    return {name: share for name, share in shares.items() if share.count > 1}
+
+
+def _shares(mesh: DeviceMesh) -> Shares:
+    count, group = mesh.size(), mesh.get_group()
+
+    def gather(mine: Tensor) -> Tensor:
+        every = mine.new_empty(count * len(mine))
+        all_gather(every, mine, group=group)
+        return every
+
+    return Shares(count=count, position=mesh.get_local_rank(), gather=gather)
 
 
 def settle(model: PreTrainedModel, ranks: Ranks) -> None:

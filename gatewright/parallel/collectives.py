@@ -48,7 +48,9 @@ class Meter:
                 self._clock_s += time.perf_counter() - began
 
     def take_s(self) -> float:
-        """Seconds since the last call; on a GPU, after its queue was waited for."""
+        """Seconds since the last call; waits for what a GPU has still to do of it."""
+        for _, done in self._queued:
+            done.synchronize()
         seconds = self._clock_s + sum(begun.elapsed_time(done) for begun, done in self._queued) / 1000
         self._free += self._queued
         self._clock_s, self._queued = 0.0, []

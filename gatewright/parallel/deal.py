@@ -16,8 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from gatewright.model.experts import find_experts, hold
+from gatewright.model.quantized import QuantizedWeight
+from gatewright.model.quantized_divided import DividedWeight
 from gatewright.parallel.collect import own_stacks
 from gatewright.parallel.ranks import SHARD, Ranks
+from gatewright.spec.errors import RunFileError
 
 
 @torch.no_grad()
@@ -30,19 +33,35 @@ def deal_experts(model: PreTrainedModel, orders: Mapping[int, Sequence[int]], ra
     for layer, experts in find_experts(model).items():
         if tuple(orders[layer]) == experts.gatewright_order:
             continue
-        for stack in own_stacks(experts).values():
-            rows, first, group = _part(stack, ranks)
-            _exchange(rows, orders[layer], first=first, group=group)
+        for name, stack in own_stacks(experts).items():
+            for rows, first, group in _parts(stack, ranks, name=f"{name} of layer {layer}"):
+                _exchange(rows, orders[layer], first=first, group=group)
         count = len(experts.gatewright_held)
         hold(experts, orders[layer], first=ranks.position("ep") * count, count=count)
 
 
-def _part(stack: nn.Parameter, ranks: Ranks) -> tuple[Tensor, int, dist.ProcessGroup]:
-    """This rank's entries of a stack, the position of the first, and the ranks that have the others, each once."""
+def _parts(stack: nn.Parameter, ranks: Ranks, *, name: str) -> list[tuple[Tensor, int, dist.ProcessGroup]]:
+    """This rank's entries of a stack, the position of the first, and the ranks that have the others, each once.
+
+    Of a stack in few bits, those of each of its packed tensors. Raises RunFileError where ranks have parts of experts.
+    """
     if isinstance(stack, DTensor):
         _, (first, *_) = compute_local_shape_and_global_offset(stack.shape, stack.device_mesh, stack.placements)
-        return stack.to_local(), first, ranks.part(SHARD).get_group()
-    return stack.data, ranks.position("ep") * len(stack), ranks.part("ep").get_group()
+        return [(stack.to_local(), first, ranks.part(SHARD).get_group())]
+    first = ranks.position("ep") * len(stack)
+    if isinstance(stack, DividedWeight):
+        if stack.own_EB is None:
+            raise RunFileError(
+                f"router.placement: {name} has {len(stack)} experts in few bits on {stack.shares.count} ranks that "
+                "divide them, so that a rank has parts of experts; set placement: contiguous, or parallel.dense: zero2"
+            )
+        first += stack.shares.position * len(stack.own_EB)
+        return [(stack.own_EB, first, ranks.part(SHARD).get_group())]
+    group = ranks.part("ep").get_group()
+    if isinstance(stack, QuantizedWeight):
+        # As bytes: not every operation is there for 8-bit floats.
+        return [(part.view(len(part), -1).view(torch.uint8), first, group) for part in stack.parts.values()]
+    return [(stack.data, first, group)]
 
 
 def _exchange(own_N: Tensor, order: Sequence[int], *, first: int, group: dist.ProcessGroup) -> None:

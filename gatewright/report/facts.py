@@ -9,6 +9,7 @@ from gatewright.report.series import Series
 from gatewright.report.summary import Answer, Report, wilson_interval
 from gatewright.spec.event import DataLoaded, Evaluated, GateChecked, ModelLoaded
 
+_RANKS_SHOWN = 8
 Fact = tuple[str, str]
 """Label and value."""
 
@@ -118,10 +119,18 @@ def ranks(report: Report) -> list[Fact]:
         facts.append(("slowest rank", spread))
     if totals.mean_wait_share is not None:
         facts.append(("time in collectives, mean", units.share(totals.mean_wait_share)))
-    facts.append((f"peak by rank, {memory_kind(report)}", ", ".join(map(units.memory, totals.rank_memory_bytes))))
+    facts.append((f"peak by rank, {memory_kind(report)}", _by_rank(totals.rank_memory_bytes)))
     if any(totals.rank_reserved_bytes):
-        facts.append(("peak by rank, reserved", ", ".join(map(units.memory, totals.rank_reserved_bytes))))
+        facts.append(("peak by rank, reserved", _by_rank(totals.rank_reserved_bytes)))
     return facts
+
+
+def _by_rank(sizes: tuple[int, ...]) -> str:
+    """Each size where they are few, else the range and whose the largest is."""
+    if len(sizes) <= _RANKS_SHOWN:
+        return ", ".join(map(units.memory, sizes))
+    fullest = max(range(len(sizes)), key=sizes.__getitem__)
+    return f"{units.memory(min(sizes))} to {units.memory(sizes[fullest])} (rank {fullest}), {len(sizes)} ranks"
 
 
 def memory_kind(report: Report) -> str:

@@ -16,9 +16,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 class Section(BaseModel):
     """A section of the run file: unknown keys are errors, values are never coerced across types."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -349,6 +347,18 @@ class Run(Section):
     """Experiment trackers that get every logged number besides events.jsonl."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+
+    @model_validator(mode="after")
+    def _cut_documents(self) -> "Run":
+        if self.parallel == "auto" or self.parallel.cp == 1:
+            return self
+        if not self.data.pack:
+            raise ValueError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+        if self.router.balance and self.router.balance_over == "sequence":
+            raise ValueError(
+                "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+            )
+        return self
 
     @property
     def timeout_s(self) -> int:

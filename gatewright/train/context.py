@@ -86,10 +86,10 @@ def exchanges_of(wanted: str) -> tuple[Name, ...]:
 
 
 def exchanges_line(loader: Loader) -> str:
-    """E.g. `exchanges in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
+    """E.g. `exchange  in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
     if loader.cut is None or loader.ranks == 1:
         return ""
-    return "exchanges in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
+    return "exchange  in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
 
 
 def on_device(batch: Batch, ranks: Ranks) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gatewright.model.quantized import held_bytes
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.place import ALONE, Place
@@ -102,8 +103,8 @@ def _bytes(trainer: Any) -> dict[str, int]:
     trained = {id(share.weight) for share in trainer.gradients.shares.values()}
     held = list(trainer.model.parameters())
     return {
-        "weights": sum(_local(p).nbytes for p in held if id(p) in trained),
-        "frozen": sum(_local(p).nbytes for p in held if id(p) not in trained),
+        "weights": sum(held_bytes(p) for p in held if id(p) in trained),
+        "frozen": sum(held_bytes(p) for p in held if id(p) not in trained),
         "gradients": sum(p.grad.nbytes for p in owned.values() if p.grad is not None),
         "optimizer": sum(state.nbytes for state in states),
     }

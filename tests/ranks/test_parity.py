@@ -146,15 +146,16 @@ def test_adapters_are_the_same_on_every_rank_after_some_steps(tmp_path: Path) ->
 
 def self_test(place: Place, run: Run, ports: list[int]) -> list[Parity]:
     found = []
-    for port, dtype in zip(ports, (torch.float32, torch.bfloat16), strict=True):
+    cases = [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "nf4"), (torch.float32, "fp8")]
+    for port, (dtype, quantize) in zip(ports, cases, strict=True):
         layout = layout_of(run.parallel, ranks=place.size)
         with join_ranks(replace(place, port=port), layout, device=CPU, timeout_s=60) as ranks:
-            found.append(compare(read_config(Path(run.model.path)), ranks, dtype=dtype))
+            found.append(compare(read_config(Path(run.model.path)), ranks, dtype=dtype, quantize=quantize))
     return found
 
 
 def test_the_self_test_holds_on_this_machine(tmp_path: Path) -> None:
     run = make(tmp_path, "self test", "qwen3_moe", {}, {"ep": 2})
-    for ranks in on_ranks(4, tmp_path / "ranks", self_test, run, free_ports(2)):
+    for ranks in on_ranks(4, tmp_path / "ranks", self_test, run, free_ports(4)):
         for found in ranks:
             assert found.holds and found.tolerance > 0 and found.output >= 0, found

@@ -23,17 +23,21 @@ from gatewright.train.setup import set_up
 
 MEASURED = {"router__placement": "measured"}
 FULL = {"method__adapter": None}
+NF4 = {"method__quantize": "nf4"}
 
 TWO = {
     "lora ep2": ("qwen3_moe", {}, {"ep": 2}),
     "lora zero3 ep2": ("qwen3_moe", {}, {"ep": 2, "dense": "zero3"}),
     "full zero3 ep2": ("qwen3_moe", FULL, {"ep": 2, "dense": "zero3"}),
     "full ep2, router losses": ("qwen3_moe", ROUTER, {"ep": 2}),
+    "nf4 ep2": ("qwen3_moe", NF4, {"ep": 2}),
+    "nf4 zero3 ep2": ("qwen3_moe", NF4, {"ep": 2, "dense": "zero3"}),
     "capacity": ("qwen3_moe", {"router__capacity": 1.0}, {"ep": 2}),
 }  # fmt: skip
 FOUR = {
     "lora ep4": ("qwen3_moe", {"train__checkpointing": "full"}, {"ep": 4}),
     "lora ep2 zero2": ("qwen3_moe", {}, {"ep": 2, "dense": "zero2"}),
+    "nf4 ep2 zero3": ("qwen3_moe", NF4, {"ep": 2, "dense": "zero3"}),
     "full ep2 zero2": ("qwen3_moe", FULL, {"ep": 2, "dense": "zero2"}),
     "full ep2 zero2 two copies": ("qwen3_moe", FULL, {"ep": 2, "dense": "zero2", "dp_replicate": 2}),
     "full ep2 zero3": ("qwen3_moe", FULL, {"ep": 2, "dense": "zero3"}),
