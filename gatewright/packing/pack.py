@@ -4,7 +4,7 @@ lengths      5 3 3 2 2 1        capacity 8
 packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,62 +115,97 @@ class _Placed:
     total_packs: int
 
 
+BITS = 40
+FIRST = (1 << BITS) - 1
+"""A run of packs with the same room is one integer, (room << BITS) + its first pack: runs then sort by room, fast."""
+
+
 def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> _Placed:
     """Place `counts[j]` documents of `distinct[j]` tokens (descending).
 
     Packs with the same room are interchangeable, so they are kept as runs of consecutive numbers. A pack that took a
     document of length L is still the fullest with room for another as long as another fits, so it takes as many as
-    fit, and all packs of a run do so at once. Written for speed: this loop is most of the packer's time.
+    fit, and all packs of a run do so at once. Lengths only fall: runs with room for the present one are a stack, the
+    fullest on top; the others wait, the one with most room first. Written for speed: this loop is most of the packer's time.
     """
     first_pack, packs_of, each_of, total = _one_a_pack(distinct, counts, capacity)
     alone = len(first_pack)
-    rooms = [capacity - length for length in distinct[:alone]] if max_documents > 1 else []
-    """Rooms of open packs, ascending; each has at least one run. A pack that is full stays at 0, where nothing fits."""
-    runs = {room: [(first_pack[j], packs_of[j], 1)] for j, room in enumerate(rooms)}
-    """Room → runs of (first pack, packs, documents that each holds)."""
+    useful = distinct[-1] << BITS if distinct else 0
+    limited = bool(distinct) and max_documents < capacity // distinct[-1]
+    stack: list[int] = []
+    waiting, at = [1], 0
+    """Runs as negative numbers, in order; those before `at` have left; behind them all a number that none is above."""
+    packs_in: dict[int, int] = {}
+    """Of runs of several packs, by the first."""
+    held: dict[int, int] = {}
+    """Documents in each pack of a run, by the first; kept only where `max_documents` can stop one."""
 
-    def keep_open(room: int, run: tuple[int, int, int]) -> None:
-        if run[2] == max_documents or not room:
+    def keep(run: int, packs: int, documents: int, token: int) -> None:
+        if run < useful or documents == max_documents:
             return
-        if room in runs:
-            runs[room].append(run)
+        if packs > 1:
+            packs_in[run & FIRST] = packs
+        if limited:
+            held[run & FIRST] = documents
+        if run >= token:
+            stack.append(run)
         else:
-            runs[room] = [run]
-            insort(rooms, room)
+            insort(waiting, -run)
 
+    for j in reversed(range(alone)):
+        keep((capacity - distinct[j] << BITS) + first_pack[j], packs_of[j], 1, capacity << BITS)
     for length, left in zip(distinct[alone:], counts[alone:], strict=True):
+        token = length << BITS
+        while waiting[at] <= -token:
+            stack.append(-waiting[at])
+            at += 1
         while left:
-            at = bisect_left(rooms, length)
-            if at < len(rooms):
-                room = rooms[at]
-                stack = runs[room]
-                first, packs, documents = stack.pop()
-                if not stack:
-                    del runs[room], rooms[at]
+            if stack:
+                run = stack.pop()
+                first = run & FIRST
+                packs = packs_in.pop(first, 1)
+                if packs == 1 and not limited:  # most of them: what follows, written out for one
+                    each = (run >> BITS) // length
+                    if each > left:
+                        each = left
+                    left -= each
+                    first_pack.append(first)
+                    packs_of.append(1)
+                    each_of.append(each)
+                    run -= each * token
+                    if run >= token:
+                        stack.append(run)
+                    elif run >= useful:
+                        insort(waiting, -run, at)
+                    continue
+                documents = held[first] if limited else 0
             else:
-                room, documents, first = capacity, 0, total
+                run, first, documents = (capacity << BITS) + total, total, 0
                 packs = -(-left // min(capacity // length, max_documents))
                 total += packs
-            each = min(room // length, max_documents - documents)
-            full = left // each
-            if full >= packs:
-                full, rest, used = packs, 0, packs
+            each = (run >> BITS) // length
+            if limited:
+                each = min(each, max_documents - documents)
+            if packs == 1:
+                each = min(each, left)
+                full, rest = 1, 0
             else:
-                rest = left - full * each
-                used = full + 1 if rest else full
-            if full:
-                first_pack.append(first)
-                packs_of.append(full)
-                each_of.append(each)
-                keep_open(room - each * length, (first, full, documents + each))
+                full, rest = divmod(left, each)
+                if full >= packs:
+                    full, rest = packs, 0
+            left -= full * each + rest
+            if (used := full + (rest > 0)) < packs:
+                keep(run + used, packs - used, documents, token)
             if rest:
                 first_pack.append(first + full)
                 packs_of.append(1)
                 each_of.append(rest)
-                keep_open(room - rest * length, (first + full, 1, documents + rest))
-            if used < packs:
-                keep_open(room, (first + used, packs - used, documents))
-            left -= full * each + rest
+                keep(run + full - rest * token, 1, documents + rest, token)
+            if full:
+                first_pack.append(first)
+                packs_of.append(full)
+                each_of.append(each)
+                keep(run - each * token, full, documents + each, token)
     return _Placed(first_pack, packs_of, each_of, total)
 
 
