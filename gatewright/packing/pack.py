@@ -126,18 +126,20 @@ def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documen
     Packs with the same room are interchangeable, so they are kept as runs of consecutive numbers. A pack that took a
     document of length L is still the fullest with room for another as long as another fits, so it takes as many as
     fit, and all packs of a run do so at once. Lengths only fall: runs with room for the present one are a stack, the
-    fullest on top; the others wait, the one with most room first. Written for speed: this loop is most of the packer's time.
+    fullest on top; the others wait, the one with most room first. Written for speed: it is most of the packer's time.
     """
     first_pack, packs_of, each_of, total = _one_a_pack(distinct, counts, capacity)
     alone = len(first_pack)
     useful = distinct[-1] << BITS if distinct else 0
     limited = bool(distinct) and max_documents < capacity // distinct[-1]
     stack: list[int] = []
-    waiting, at = [1], 0
-    """Runs as negative numbers, in order; those before `at` have left; behind them all a number that none is above."""
-    packs_in: dict[int, int] = {}
+    waiting = [-((capacity - distinct[j] << BITS) + first_pack[j]) for j in reversed(range(alone))]
+    waiting = [*waiting, 1] if max_documents > 1 else [1]
+    """Runs as negative numbers, in order, and behind them one that none is above; those before `at` have left."""
+    at = 0
+    packs_in = {first: packs for first, packs in zip(first_pack, packs_of, strict=True) if packs > 1}
     """Of runs of several packs, by the first."""
-    held: dict[int, int] = {}
+    held = dict.fromkeys(first_pack, 1) if limited else {}
     """Documents in each pack of a run, by the first; kept only where `max_documents` can stop one."""
 
     def keep(run: int, packs: int, documents: int, token: int) -> None:
@@ -152,8 +154,6 @@ def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documen
         else:
             insort(waiting, -run)
 
-    for j in reversed(range(alone)):
-        keep((capacity - distinct[j] << BITS) + first_pack[j], packs_of[j], 1, capacity << BITS)
     for length, left in zip(distinct[alone:], counts[alone:], strict=True):
         token = length << BITS
         while waiting[at] <= -token:

@@ -252,6 +252,8 @@ class Parallel(Section):
     """Context-parallel size, or a size chosen for each micro-batch."""
     exchange: Literal["auto", "moved", "gathered", "heads", "ring"] = "auto"
     """How ranks that share documents exchange keys and values. auto: the cheapest, for each micro-batch."""
+    probe: str | None = None
+    """probe.json whose costs, measured by `gatewright probe --attention`, steer schedules. Default: the catalogue's."""
     timeout_s: PositiveInt = 600
     """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
 

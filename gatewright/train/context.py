@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -10,7 +11,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.data.loader import Loader
 from gatewright.model.per_document import describe
-from gatewright.packing.cost import ATTENTION_PASSES, BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
+from gatewright.packing.cost import (
+    ATTENTION_PASSES,
+    BYTES,
+    EXCHANGES,
+    LINEAR_PASSES,
+    CostModel,
+    Rates,
+    device_rates,
+    read_rates,
+)
 from gatewright.packing.exchange import Exchange
 from gatewright.packing.exchange_cost import Heads, Name
 from gatewright.packing.exchange_gather import Gather
@@ -24,6 +34,8 @@ from gatewright.parallel.context_ring import Ring
 from gatewright.parallel.groups import aligned_sizes
 from gatewright.parallel.ranks import Ranks
 from gatewright.spec.errors import ModelError
+from gatewright.spec.run import Parallel
+from gatewright.train.device import device_name
 from gatewright.train.forward import hidden_states
 
 AUTOMATIC: tuple[Name, ...] = ("moved", "gathered", "heads")
@@ -32,12 +44,21 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of a hidden state, relative to the largest of them: sums are made in another order."""
 
 
-def costs_of(config: PretrainedConfig, *, rates: Rates | None = None) -> CostModel:
+def rates_of(parallel: Parallel, ranks: Ranks) -> Rates:
+    """What the machine reaches: as probed, where the run file names a probe, else the catalogue's for the device.
+
+    Rank 0's answer for all, since schedules must agree. Raises UserError for a file without measured costs.
+    """
+    probed = read_rates(Path(parallel.probe)) if parallel.probe and ranks.first else None
+    rates: Rates = ranks.tell(probed or device_rates(device_name(ranks.device)))
+    return rates
+
+
+def costs_of(config: PretrainedConfig, *, rates: Rates) -> CostModel:
     """Seconds of tokens and of attention, for the balance of a schedule, from the architecture's config.
 
     Only their ratios steer a schedule; a layer's matrices are counted as attention 4·H² and three of its width.
     """
-    reached = rates or cpu_rates()
     text = config.get_text_config()
     values = text.to_dict()
     layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -48,16 +69,16 @@ def costs_of(config: PretrainedConfig, *, rates: Rates | None = None) -> CostMod
     matrices = 2 * (2 * hidden * width * (heads + key_heads) + 3 * hidden * inner * chosen)
     bounded = sum(kind not in ("full_attention", None) for kind in values.get("layer_types") or [])
     exchange_bytes = EXCHANGES * BYTES * 2 * key_heads * width * layers
-    shown = exchange_bytes * (1 - reached.hidden)
+    shown = exchange_bytes * (1 - rates.hidden)
     return CostModel(
-        token_s=LINEAR_PASSES * layers * matrices / reached.linear_flops_per_s,
-        attention_s=ATTENTION_PASSES * (layers - bounded) * 2 * heads * width / reached.attention_flops_per_s,
-        near_s=shown / reached.near_bytes_per_s,
-        far_s=shown / reached.far_bytes_per_s,
-        hop_s=EXCHANGES * layers * reached.hop_s * (1 - reached.hidden),
-        slot_s=reached.slot_s,
-        ranks_per_node=reached.ranks_per_node,
-        tile_tokens=reached.tile_tokens,
+        token_s=LINEAR_PASSES * layers * matrices / rates.linear_flops_per_s,
+        attention_s=ATTENTION_PASSES * (layers - bounded) * 2 * heads * width / rates.attention_flops_per_s,
+        near_s=shown / rates.near_bytes_per_s,
+        far_s=shown / rates.far_bytes_per_s,
+        hop_s=EXCHANGES * layers * rates.hop_s * (1 - rates.hidden),
+        slot_s=rates.slot_s,
+        ranks_per_node=rates.ranks_per_node,
+        tile_tokens=rates.tile_tokens,
         exchange_bytes=exchange_bytes,
     )
 

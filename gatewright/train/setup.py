@@ -24,7 +24,6 @@ from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
-from gatewright.packing.cost import cpu_rates
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divider, settle, spread_gradients
@@ -35,7 +34,7 @@ from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
-from gatewright.train.context import costs_of, exchanges_of, heads_of, prove_context
+from gatewright.train.context import costs_of, exchanges_of, heads_of, prove_context, rates_of
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -328,12 +327,13 @@ def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks
             f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
         )
     size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
+    rates = rates_of(run.parallel, ranks)
     return Cut(
         capacity=capacity,
-        costs=costs_of(config),
+        costs=costs_of(config, rates=rates),
         size=size,
         heads=heads_of(config),
-        rates=cpu_rates(),
+        rates=rates,
         exchanges=exchanges_of(run.parallel.exchange),
     )
 
