@@ -106,6 +106,8 @@ class StepDone:
     """memory_bytes of each rank; empty for one process."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
+    exchanges: dict[str, int] = field(default_factory=dict)
+    """Micro-batches by the exchange they made, such as `heads over 2`; `whole`: no document cut. Empty without CP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

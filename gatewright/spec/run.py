@@ -113,6 +113,8 @@ class Data(Section):
     """What happens to a longer document. Each choice counts and reports the tokens it costs."""
     pack: bool = True
     """Put several documents on one token axis, up to train.micro_batch_tokens. Without: one document a micro-batch."""
+    alike: bool = False
+    """Put micro-batches that cost about the same into the same step; the steps are shuffled. Ranks then wait less."""
     chat_template: str | None = None
     """Path of a Jinja chat template to use in place of the tokenizer's own."""
 

@@ -9,7 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gatewright.data.batch import Batch
-from gatewright.data.loader import Loader
+from gatewright.data.loader import Cut, Loader
+from gatewright.data.view import DocumentView
 from gatewright.model.per_document import describe
 from gatewright.packing.cost import (
     ATTENTION_PASSES,
@@ -33,15 +34,63 @@ from gatewright.parallel.context_heads import HeadsDealt
 from gatewright.parallel.context_ring import Ring
 from gatewright.parallel.groups import aligned_sizes
 from gatewright.parallel.ranks import Ranks
-from gatewright.spec.errors import ModelError
-from gatewright.spec.run import Parallel
+from gatewright.spec.errors import ModelError, RunFileError
+from gatewright.spec.event import Finding
+from gatewright.spec.run import Parallel, Run
 from gatewright.train.device import device_name
 from gatewright.train.forward import hidden_states
 
 AUTOMATIC: tuple[Name, ...] = ("moved", "gathered", "heads")
+AUTO_MICRO_BATCH_TOKENS = 4096
 PROOF_TOKENS = 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of a hidden state, relative to the largest of them: sums are made in another order."""
+
+
+def context_parallel(run: Run) -> bool:
+    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
+
+
+def cut_of(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks) -> Cut | None:
+    """How documents are cut over ranks; None without context parallelism. Raises RunFileError where it cannot be."""
+    if not context_parallel(run):
+        return None
+    assert isinstance(run.parallel, Parallel)
+    longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
+    if not run.data.pack:
+        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+    if run.data.alike:
+        raise RunFileError(
+            "data.alike and parallel.cp: a step is one pack, whose documents a schedule deals evenly to the ranks; "
+            "leave alike out"
+        )
+    if run.router.balance and run.router.balance_over == "sequence":
+        raise RunFileError(
+            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+        )
+    if longest > step:
+        raise RunFileError(
+            f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "
+            "lower data.max_tokens"
+        )
+    capacity = max(AUTO_MICRO_BATCH_TOKENS, -(-longest // ranks.size)) if wanted == "auto" else wanted
+    if longest > ranks.size * capacity:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {capacity:,} on {ranks.size} ranks cannot hold the longest document of "
+            f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
+        )
+    size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
+    heads, rates = heads_of(config), rates_of(run.parallel, ranks)
+    if run.parallel.exchange == "heads":
+        refuse_heads(heads, ranks, size=size)
+    return Cut(
+        capacity=capacity,
+        costs=costs_of(config, rates=rates),
+        size=size,
+        heads=heads,
+        rates=rates,
+        exchanges=exchanges_of(run.parallel.exchange),
+    )
 
 
 def rates_of(parallel: Parallel, ranks: Ranks) -> Rates:
@@ -103,6 +152,35 @@ def heads_of(config: PretrainedConfig) -> Heads:
 def exchanges_of(wanted: str) -> tuple[Name, ...]:
     """What a run may choose from. The ring's attention is written out, so it is taken only where it is asked for."""
     return AUTOMATIC if wanted == "auto" else tuple(name for name in get_args(Name) if name == wanted)
+
+
+def refuse_heads(heads: Heads, ranks: Ranks, *, size: int | None) -> None:
+    """Raises RunFileError where heads can be dealt in no micro-batch; `size`: the ranks of every document, if given."""
+    if heads.query_heads is None:
+        raise RunFileError(
+            "parallel.exchange: heads cannot be: the layers have different numbers of query heads; set auto, moved, "
+            "gathered or ring"
+        )
+    sizes = [size] if size else aligned_sizes(ranks.size)
+    if not ranks.alone and all(heads.query_heads % wanted for wanted in sizes):
+        raise RunFileError(
+            f"parallel.exchange: heads cannot be: {heads.query_heads} query heads cannot be dealt evenly to groups of "
+            f"{' or '.join(map(str, sizes))} ranks; set auto, moved, gathered or ring"
+        )
+
+
+def fallback(wanted: str, heads: Heads, made: dict[str, int]) -> Finding | None:
+    """What a run that asks for one exchange must be told when micro-batches of a step made another."""
+    others = {name: count for name, count in made.items() if name != "whole" and name.split()[0] != wanted}
+    if wanted == "auto" or not others:
+        return None
+    shown = ", ".join(f"{name} × {count}" for name, count in others.items())
+    return Finding(
+        severity="warning",
+        text=f"parallel.exchange: {wanted} is not what all micro-batches make ({shown}): the smallest aligned groups "
+        f"that share their documents have numbers of ranks that do not divide the {heads.query_heads} query heads. "
+        "Each step's event says what was made",
+    )
 
 
 def exchanges_line(loader: Loader) -> str:
