@@ -82,7 +82,7 @@ def cut_of(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ran
     size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
     heads, rates = heads_of(config), rates_of(run.parallel, ranks)
     if run.parallel.exchange == "heads":
-        refuse_heads(heads, ranks, size=size)
+        refuse_heads(heads, ranks=ranks.size, size=size)
     return Cut(
         capacity=capacity,
         costs=costs_of(config, rates=rates),
@@ -154,15 +154,15 @@ def exchanges_of(wanted: str) -> tuple[Name, ...]:
     return AUTOMATIC if wanted == "auto" else tuple(name for name in get_args(Name) if name == wanted)
 
 
-def refuse_heads(heads: Heads, ranks: Ranks, *, size: int | None) -> None:
+def refuse_heads(heads: Heads, *, ranks: int, size: int | None) -> None:
     """Raises RunFileError where heads can be dealt in no micro-batch; `size`: the ranks of every document, if given."""
     if heads.query_heads is None:
         raise RunFileError(
             "parallel.exchange: heads cannot be: the layers have different numbers of query heads; set auto, moved, "
             "gathered or ring"
         )
-    sizes = [size] if size else aligned_sizes(ranks.size)
-    if not ranks.alone and all(heads.query_heads % wanted for wanted in sizes):
+    sizes = [size] if size else aligned_sizes(ranks)
+    if ranks > 1 and all(heads.query_heads % wanted for wanted in sizes):
         raise RunFileError(
             f"parallel.exchange: heads cannot be: {heads.query_heads} query heads cannot be dealt evenly to groups of "
             f"{' or '.join(map(str, sizes))} ranks; set auto, moved, gathered or ring"
