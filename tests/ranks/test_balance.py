@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from processes import free_ports, on_ranks
+from rich.console import Console
 from whole_runs import finish
 
 from gatewright.packing.exchange_cost import Heads
@@ -64,10 +65,10 @@ def test_two_ranks_wait_less_for_each_other_with_packs_that_cost_alike(tmp_path:
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     run = tiny.make_run(tmp_path, "llama", train__steps=2, train__save_every_steps=1)
-    assert train(run) == 0
+    assert train(run, console=Console(quiet=True)) == 0
     changed = run.model_copy(update={"data": run.data.model_copy(update={"alike": True})})
     with pytest.raises(RunFileError, match=r"data\.alike: False then, True now"):
-        train(changed)
+        train(changed, console=Console(quiet=True))
 
 
 def test_heads_that_can_never_be_dealt_are_refused() -> None:
