@@ -13,7 +13,7 @@ CACHE := examples/demo/cache
 LLAMA_CMAKE_x86_64 := -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
 LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(LLAMA_CMAKE_$(shell uname -m))
 BENCHMARKS := $(addprefix benchmarks/, train_single.py expert_lora.py router_guard.py router_capacity.py packing.py \
-	dynamic_cp.py context_ranks.py planner_accuracy.py doctor_accuracy.py)
+	dynamic_cp.py context_ranks.py ranks.py planner_accuracy.py doctor_accuracy.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -10,6 +10,7 @@ from typing import Any
 from measure import forget_peak, peak_resident_bytes, resident_bytes
 from rich.console import Console
 
+from gatewright.parallel.place import find_place
 from gatewright.spec.read import read_run
 from gatewright.train.loop import train
 
@@ -47,6 +48,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     model = next(event for event in events if event["kind"] == "model")
     data = next(event for event in events if event["kind"] == "data")
     return {
+        "rank": find_place().rank,
         "step_s": between(clock.ends),
         "step_cpu_s": between(clock.cpu_ends),
         "tokens": [step["tokens"] for step in steps],
@@ -72,7 +74,8 @@ def run_file(job: dict[str, Any]) -> dict[str, Any]:
             "tokens_per_step": job["tokens_per_step"], "micro_batch_tokens": job["max_tokens"], "steps": job["steps"],
             "lr": job["lr"], "schedule": "constant", "threads": job["threads"], "seed": job["seed"],
             "save_every_steps": 1_000_000,
-        } | job["settings"],
+        } | {key: value for key, value in job["settings"].items() if key != "parallel"},
+        "parallel": job["settings"].get("parallel", "auto"),
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     leak = largest_leak(trainer, tokenizer.eos_token_id)
     trainer.train()
     return {
+        "rank": int(os.environ.get("RANK", 0)),
         "step_s": [b - a for a, b in itertools.pairwise(clock.ends)],
         "step_cpu_s": [b - a for a, b in itertools.pairwise(clock.cpu_ends)],
         "tokens": [b - a for a, b in itertools.pairwise([0.0, *clock.tokens])],

@@ -18,8 +18,8 @@ from gatewright import (
     cli_plan,
     cli_probe,
     cli_router,
+    cli_train,
 )
-from gatewright.cli_quiet import quiet_libraries
 from gatewright.cli_write import write_whole
 from gatewright.spec.errors import GatewrightError
 
@@ -58,6 +58,8 @@ def main() -> None:
 
     A run also ends with 85, saved because its time was up, or 3, it cannot finish in the time it has.
     """
+    # pydantic would look for plugins in the metadata of every installed package: slow on the disk of a cluster
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         app()
     except KeyboardInterrupt:
@@ -108,38 +110,7 @@ def _options(
     pass
 
 
-@app.command()
-def train(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", show_default=False, help="What to train.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.lr=1e-4. May be repeated."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="Ranks to start on this machine, one a GPU.")
-    ] = None,
-) -> None:
-    """Train as a run file says. Started again, it goes on from the last checkpoint.
-
-    Many ranks: --nproc on one machine, or this same command under torchrun, or under srun with a task a GPU.
-    """
-    from rich.console import Console
-
-    from gatewright.spec.read import read_run
-
-    run = read_run(run_file, overrides or [])
-    quiet_libraries()
-    if nproc is not None and nproc > 1:
-        from gatewright.parallel.launch import start_ranks
-        from gatewright.parallel.layout import layout_of
-
-        layout_of(run.parallel, ranks=nproc)
-        settings = [part for override in overrides or [] for part in ("--set", override)]
-        raise typer.Exit(start_ranks(["train", str(run_file), *settings], ranks=nproc))
-
-    from gatewright.train.loop import train as train_run
-
-    raise typer.Exit(train_run(run, console=Console()))
+app.command()(cli_train.train)
 
 
 @app.command()

@@ -110,7 +110,9 @@ def _planned(run: Run | None) -> Plan | None:
 def doctor(
     logs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="LOG…", show_default=False, help="Logs, .gz or folders of them; - is standard input."),
+        typer.Argument(
+            metavar="LOG…", show_default=False, help="Logs, folders, a SLURM job's number; -: standard input."
+        ),
     ] = None,
     run_file: Annotated[
         Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run, so that fixes show its values.")
@@ -139,12 +141,6 @@ def doctor(
     if not logs:
         raise typer.BadParameter("give at least one log, folder, or - for standard input")
     run = read_run(run_file) if run_file else None
-    if follow:
-        if len(logs) != 1:
-            raise typer.BadParameter("--follow watches one log")
-        for diagnosis in watch(logs[0], run=run):
-            Console().print(render_text(diagnosis))
-        return
     from_input = Path("-") in logs
     paths = [log for log in logs if log != Path("-")]
     note = ""
@@ -154,6 +150,14 @@ def doctor(
         if plan_file:
             raise
         plan, note = None, str(error)
+    if follow:
+        if len(paths) != 1:
+            raise typer.BadParameter("--follow watches one log")
+        for diagnosis in watch(
+            paths[0], run=run, planned=plan.memory if plan else None, knobs=plan.knobs if plan else ()
+        ):
+            Console().print(render_text(diagnosis))
+        return
     diagnosis = diagnose(
         paths,
         stdin=sys.stdin.buffer if from_input else None,

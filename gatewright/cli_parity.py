@@ -35,11 +35,13 @@ def prove_parity(files: list[Path], *, nproc: int | None) -> int:
     config = read_config(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
     device, dtype = pick_device(place.local_rank), getattr(torch, run.model.dtype)
     with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
-        found = compare(config, ranks, dtype=dtype)
+        found = compare(config, ranks, dtype=dtype, quantize=run.method.quantize)
     if ranks.first:
+        kept = run.method.quantize
+        stored = run.model.dtype if kept == "none" else f"{run.model.dtype}, experts in {kept}"
         verdict = "the same within" if found.holds else "NOT the same within"
         typer.echo(
-            f"{layout.describe()}, {device.type}, {run.model.dtype}: divided experts compute {verdict} "
+            f"{layout.describe()}, {device.type}, {stored}: divided experts compute {verdict} "
             f"{found.tolerance:g} (outputs differ by {found.output:.1e}, gradients by {found.gradients:.1e})"
         )
     return 0 if found.holds else 1

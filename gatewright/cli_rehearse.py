@@ -6,8 +6,10 @@ from typing import Any
 import typer
 
 from gatewright.parallel.layout import layout_of
+from gatewright.planner.catalogue import find_gpu
 from gatewright.planner.job import worst_rank
 from gatewright.planner.plan_run import gpus_of, micro_batch_tokens
+from gatewright.planner.start import Devices, choose_layout
 from gatewright.probe.rehearsal import config_of, rehearse
 from gatewright.probe.rehearsal_text import render
 from gatewright.spec.run import Run
@@ -18,6 +20,10 @@ def print_rehearsal(run: Run, *, config: Mapping[str, Any] | None, document_toke
 
     Rows of the expert-parallel rank: those of the busiest, by the planner's measured factor.
     """
+    if run.hardware is not None:
+        gpu = find_gpu(run.hardware.gpu)
+        devices = Devices(ranks=gpus_of(run), per_node=run.hardware.per_node, device=gpu.title, gpu=gpu)
+        run = choose_layout(run, devices).run
     layout = layout_of(run.parallel, ranks=1 if run.hardware is None and run.parallel == "auto" else gpus_of(run))
     whole = micro_batch_tokens(run)
     longest = run.data.max_tokens if isinstance(run.data.max_tokens, int) else whole

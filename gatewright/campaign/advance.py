@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from gatewright.campaign.fingerprint import is_done
 from gatewright.campaign.folder import JobsFolder
 from gatewright.campaign.queue import Queue
-from gatewright.campaign.sbatch import COMMENT
 from gatewright.spec.campaign import Campaign, Stage
 
 LOCK_WAIT_S = 60.0
@@ -18,11 +17,6 @@ class Queued:
 
     stage: str
     job: str
-
-
-def comment_of(jobs: JobsFolder, stage: str) -> str:
-    """What a stage's jobs carry in the queue."""
-    return f"{COMMENT}{jobs.path.absolute() / stage}"
 
 
 def ready(campaign: Campaign, jobs: JobsFolder) -> list[Stage]:
@@ -50,7 +44,8 @@ def advance(
 
 def queue_ready(campaign: Campaign, jobs: JobsFolder, queue: Queue, *, queued: Callable[[Queued], None]) -> None:
     """The same, for a caller that holds the folder."""
-    waiting = {job.comment for job in queue.jobs(f"{COMMENT}{jobs.path.absolute()}/")}
+    waiting = {job.comment for job in queue.jobs(jobs.comments)}
     for stage in ready(campaign, jobs):
-        if comment_of(jobs, stage.name) not in waiting:
-            queued(Queued(stage=stage.name, job=queue.submit(jobs.stage(stage.name).script)))
+        folder = jobs.stage(stage.name)
+        if folder.comment not in waiting:
+            queued(Queued(stage=stage.name, job=queue.submit(folder.script)))

@@ -182,6 +182,9 @@ def _of_run(run: Run, cluster: Cluster, preset: Preset, limit_s: int) -> Resourc
     tasks = 1 if torchrun else max(1, gpus)
     memory_gib = cluster.memory_gib or (preset.memory_gib if gpus else None)
     whole = preset.per_node if preset.per_node is not None else gpus
+    options = tuple(cluster.sbatch)
+    if each is None and gpus and gpus == preset.per_node:  # else a task gets one core, and the rest lies idle
+        options = tuple(dict.fromkeys(("--exclusive", *(() if memory_gib else ("--mem=0",)), *options)))
     if memory_gib and cluster.memory_gib is None and gpus < whole:
         memory_gib = memory_gib * gpus // whole  # a part of a node gets that part of its memory
     return Resources(
@@ -194,7 +197,7 @@ def _of_run(run: Run, cluster: Cluster, preset: Preset, limit_s: int) -> Resourc
         cpus_per_task=each * max(1, gpus) // tasks if each else None,
         memory_mib=None if memory_gib is None else memory_gib * 1024,
         time_limit_s=limit_s,
-        options=tuple(cluster.sbatch),
+        options=options,
     )
 
 

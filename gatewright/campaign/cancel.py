@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from gatewright.campaign.folder import JobsFolder, write_json, write_text
 from gatewright.campaign.ledger import update_ledger
 from gatewright.campaign.queue import Queue
-from gatewright.campaign.sbatch import COMMENT
 from gatewright.spec.errors import UserError
 
 CANCELLED = "cancelled by you"
@@ -42,8 +41,8 @@ def cancel(jobs: JobsFolder, queue: Queue, *, stage: str | None = None) -> Cance
         for life in folder.lives():
             if life.outcome is None:
                 write_text(folder.stop(life.key), f"{CANCELLED}\n")
-    folders = {f"{COMMENT}{jobs.path.absolute() / name}" for name in chosen}
-    found = [job for job in queue.jobs(f"{COMMENT}{jobs.path.absolute()}/") if job.comment in folders]
+    comments = {jobs.stage(name).comment for name in chosen}
+    found = [job for job in queue.jobs(jobs.comments) if job.comment in comments]
     ids = [job.id for job in sorted(found, key=lambda job: not job.pending)]
     queue.cancel(ids)
     update_ledger(jobs, campaign)

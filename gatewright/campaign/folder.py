@@ -30,6 +30,7 @@ from gatewright.spec.campaign import Campaign, Life, campaign_from_json, campaig
 from gatewright.spec.errors import UserError
 
 LOCK_IS_STALE_AFTER_S = 600.0
+_COMMENT = "gatewright:"
 
 
 class JobsFolderError(UserError):
@@ -61,6 +62,11 @@ class StageFolder:
     @property
     def halt(self) -> Path:
         return self.path / "halt.json"
+
+    @property
+    def comment(self) -> str:
+        """How a job in the queue says that it belongs to this stage."""
+        return f"{_COMMENT}{self.path.absolute()}"
 
     def life(self, key: str) -> Path:
         return self.path / "lives" / f"{key}.json"
@@ -99,6 +105,11 @@ class JobsFolder:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.sqlite"
+
+    @property
+    def comments(self) -> str:
+        """What the comments of all its stages begin with."""
+        return f"{_COMMENT}{self.path.absolute()}/"
 
     def stage(self, name: str) -> StageFolder:
         return StageFolder(self.path / name)

@@ -115,8 +115,7 @@ def _srun(
 ) -> tuple[str, ...]:
     """One task a GPU, or one a node for torchrun. Since 22.05 srun no longer takes --cpus-per-task from the job."""
     if ranks > 1 and launcher == "torchrun":
-        cores = (resources.cpus_per_task or 1) * resources.tasks_per_node
-        words: tuple[str, ...] = (*SRUN, "--ntasks-per-node=1", f"--cpus-per-task={cores}")
+        words: tuple[str, ...] = (*SRUN, "--ntasks-per-node=1", *_cpus(resources))
     else:
         words = (*SRUN, f"--ntasks-per-node={resources.tasks_per_node}", *_cpus(resources))
         if preset.cpu_bind is not None and resources.tasks_per_node == preset.per_node:

@@ -88,6 +88,9 @@ def run_link(link: Link) -> int:
         checkpoint_before=newest_checkpoint(link.run_folder),
     )
     link.folder.write_life(life)
+    if link.me.restart:  # requeued a second time it may be held, and a held job keeps its whole chain waiting
+        with suppress(QueueSilent):
+            link.queue.keep_from_requeue(link.me.job)
     say(f"link {step.number} of {link.stage.links}, {_from(life)}")
     # Also after the last link that is allowed: were it lost to a fault, nobody would be left to go on.
     life = replace(life, successor=ensure_successor(link, exclude=step.exclude))

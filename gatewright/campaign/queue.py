@@ -24,6 +24,7 @@ class Queue(Protocol):
     def mine(self) -> list[Job]: ...
     def history(self, ids: Sequence[str]) -> dict[str, list[Job]]: ...
     def cancel(self, ids: Sequence[str]) -> None: ...
+    def keep_from_requeue(self, job: str) -> None: ...
 
 
 class NoQueue:
@@ -44,6 +45,9 @@ class NoQueue:
         return {}
 
     def cancel(self, ids: Sequence[str]) -> None:
+        pass
+
+    def keep_from_requeue(self, job: str) -> None:
         pass
 
 

@@ -2,13 +2,12 @@
 
 import shlex
 import textwrap
+from pathlib import Path
 
+from gatewright.campaign.folder import StageFolder
 from gatewright.campaign.launch import Launch
 from gatewright.campaign.presets import Preset
 from gatewright.spec.campaign import Campaign, Resources, Stage
-
-COMMENT = "gatewright:"
-"""How a job in the queue says which stage it belongs to: COMMENT and the stage's folder."""
 
 
 def job_script(campaign: Campaign, stage: Stage, launch: Launch, *, folder: str, preset: Preset) -> str:
@@ -33,7 +32,7 @@ def _options(campaign: Campaign, stage: Stage, *, folder: str, preset: Preset) -
     options = [
         f"--job-name={stage.job_name}",
         "--dependency=singleton",
-        f"--comment={_quoted(COMMENT + folder)}",
+        f"--comment={_quoted(StageFolder(Path(folder)).comment)}",
         f"--chdir={_quoted(campaign.where)}",
         f"--output={_quoted(folder + '/%j.out')}",
         "--open-mode=append",

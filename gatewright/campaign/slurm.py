@@ -99,6 +99,11 @@ class Slurm:
             with suppress(QueueRefused):
                 _run("scancel", *ids, timeout_s=ASK_TIMEOUT_S)
 
+    def keep_from_requeue(self, job: str) -> None:
+        """Has SLURM end this job for good when its node fails, as its script asks: somebody may have undone that."""
+        with suppress(QueueRefused):
+            _run("scontrol", "update", f"jobid={job}", "requeue=0", timeout_s=ASK_TIMEOUT_S)
+
     def partitions(self) -> dict[str, tuple[float | None, str]]:
         """Partition to its time limit in seconds and its availability; the default one also as ''."""
         said = _run("sinfo", "-h", "-o", "%R|%l|%a", timeout_s=ASK_TIMEOUT_S)

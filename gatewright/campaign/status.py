@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gatewright.campaign.advance import comment_of
 from gatewright.campaign.fingerprint import looks_done
 from gatewright.campaign.folder import JobsFolder, StageFolder, newest_checkpoint, read_json
 from gatewright.campaign.ledger import entry_of
@@ -83,7 +82,7 @@ def _stage_status(
     prices = [one.usd for one in entries if one.usd is not None]
     run_folder = Path(stage.folder) if stage.folder else None
     seen = glance(run_folder) if run_folder else RunProgress()
-    mine = [job for job in queue or () if job.comment == comment_of(jobs, stage.name)]
+    mine = [job for job in queue or () if job.comment == folder.comment]
     state, detail, job = _state(stage, campaign, jobs, folder, lives, mine, asked=queue is not None)
     of_submission = [life for life in lives if life.submission == campaign.submission and life.outcome != "left"]
     return StageStatus(
@@ -149,7 +148,8 @@ def _state(
 
 def _waiting_for(job: Job) -> str:
     when = f", expected {time.strftime('%d %b %H:%M', time.localtime(job.start))}" if job.start else ""
-    return f"{job.reason or 'waits'}{when}"
+    release = f"; `scontrol release {job.id}` lets it go on" if "held" in job.reason.lower() else ""
+    return f"{job.reason or 'waits'}{when}{release}"
 
 
 def _health(seen: RunProgress, state: str, now: float) -> str:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gatewright.campaign import refuse
-from gatewright.campaign.advance import Queued, comment_of, queue_ready, ready
+from gatewright.campaign.advance import Queued, queue_ready, ready
 from gatewright.campaign.build import Built, build
 from gatewright.campaign.fingerprint import is_done
 from gatewright.campaign.folder import JobsFolder, write_text
@@ -17,7 +18,6 @@ from gatewright.campaign.ledger import update_ledger
 from gatewright.campaign.progress import RunProgress, read_progress
 from gatewright.campaign.queue import Queue
 from gatewright.campaign.read import Asked
-from gatewright.campaign.sbatch import COMMENT
 from gatewright.campaign.slurm import QueueRefused, QueueSilent, Slurm
 from gatewright.planner.plan_run import plan_run
 from gatewright.preflight.check import check
@@ -158,7 +158,9 @@ def _check(built: Built, *, planned: Collection[str]) -> tuple[Finding, ...]:
     for name, text in built.run_files.items():
         with _temporary_folder() as folder:
             files = [folder / f"{name}.yaml", folder / f"{name}.sbatch"]
-            for file, content in zip(files, (text, built.scripts[name]), strict=True):
+            kept = str(built.jobs.stage(name).run_file)  # there may be an older one at that place
+            script = built.scripts[name].replace(shlex.quote(kept), shlex.quote(str(files[0])))
+            for file, content in zip(files, (text, script), strict=True):
                 file.write_text(content, encoding="utf-8")
             for one in check(files, ignore=MEMORY_RULES if name in planned else ()).findings:
                 found.setdefault((one.code, one.text), one)
@@ -196,9 +198,10 @@ def _make(jobs: JobsFolder) -> None:
 def _refuse_live(built: Built, queue: Queue) -> None:
     """Raises Refused where a stage is in the queue, or a process works in its run folder."""
     refusals = []
+    queued = queue.jobs(built.jobs.comments)
     for stage in built.campaign.stages:
-        jobs = [job.id for job in queue.jobs(comment_of(built.jobs, stage.name))]
-        refusals.append(refuse.already_queued(stage.name, jobs))
+        comment = built.jobs.stage(stage.name).comment
+        refusals.append(refuse.already_queued(stage.name, [job.id for job in queued if job.comment == comment]))
         if stage.folder and (holder := _working_in(Path(stage.folder))):
             refusals.append(f"stage {stage.name}: {holder} is working in {stage.folder}; wait for it, or stop it first")
     if wrong := [text for text in refusals if text is not None]:
@@ -245,8 +248,8 @@ def _take_back(built: Built, queue: Queue, queued: list[Queued], *, say: Callabl
     """
     ids = [new.job for new in queued]
     try:
-        stages = {comment_of(built.jobs, stage.name) for stage in ready(built.campaign, built.jobs)}
-        jobs = queue.jobs(f"{COMMENT}{built.jobs.path}/")
+        stages = {built.jobs.stage(stage.name).comment for stage in ready(built.campaign, built.jobs)}
+        jobs = queue.jobs(built.jobs.comments)
         ids = list(dict.fromkeys([*ids, *(job.id for job in jobs if job.comment in stages)]))
         queue.cancel(ids)
         if ids:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gatewright.campaign.advance import comment_of
 from gatewright.campaign.child import Deadline, Signals
 from gatewright.campaign.clock import end_here
 from gatewright.campaign.decide import Go
@@ -85,7 +84,7 @@ def keep_trying(link: Link, done: Callable[[], bool]) -> None:
 
 def waiting_jobs(link: Link) -> list[str]:
     """Ids of this chain's other jobs that have not begun."""
-    jobs = link.queue.jobs(comment_of(link.jobs, link.stage.name))
+    jobs = [job for job in link.queue.jobs(link.jobs.comments) if job.comment == link.folder.comment]
     return [job.id for job in jobs if job.id != link.me.job and job.pending]
 
 

@@ -52,6 +52,12 @@ class Batch:
         return sum(self.lengths) if self.counts else 0
 
     @property
+    def slices(self) -> list[tuple[int, int]]:
+        """Each piece's place in its document, from its first token to the one behind its last; none in a filler."""
+        firsts = self.positions_T[self.cu_seqlens_S1[:-1].long()].tolist() if self.counts else []
+        return [(first, first + length) for first, length in zip(firsts, self.lengths, strict=self.counts)]
+
+    @property
     def target_tokens(self) -> int:
         """Tokens that carry loss."""
         return int((self.labels_T != IGNORED).sum())

@@ -90,13 +90,17 @@ def diagnose(
     if not scans:
         where = ", ".join(str(path) for path in paths[:3]) or "standard input"
         raise LogError(f"{where}: empty; wanted the output of a run (stdout and stderr, or events.jsonl)")
-    found = judge(scans, notes=notes, run=run)
-    if found.root is None or planned is None:
-        return found
-    return replace(found, root=beside_plan(found.root, planned, knobs, tool=found.tool))
+    return judge(scans, notes=notes, run=run, planned=planned, knobs=knobs)
 
 
-def judge(scans: Sequence[Scan], *, notes: Sequence[str] = (), run: Run | None = None) -> Diagnosis:
+def judge(
+    scans: Sequence[Scan],
+    *,
+    notes: Sequence[str] = (),
+    run: Run | None = None,
+    planned: MemoryEstimate | None = None,
+    knobs: Sequence[Knob] = (),
+) -> Diagnosis:
     """The diagnosis of scanned logs; the last life counts, earlier ones are told."""
     tool = _tool(scans)
     settings = _settings(run)
@@ -111,8 +115,10 @@ def judge(scans: Sequence[Scan], *, notes: Sequence[str] = (), run: Run | None =
         for life in scan.lives[:-1]
         if life.failed and (found := _judge_life([life], [], tool, settings)).root is not None
     ]
+    root = result.root
     return replace(
         result,
+        root=root if root is None or planned is None else beside_plan(root, planned, knobs, tool=tool),
         health=tuple(one for one in points if one not in result.findings),
         earlier=tuple(one for one in earlier if one is not None),
         progress=progress(main.series),

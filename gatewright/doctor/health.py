@@ -88,7 +88,17 @@ PAGES: tuple[Cause, ...] = (
         "A dropped token skips its expert: the loss does not show it.",
         "Raise the capacity factor, or train dropless.",
     ),
+    _page(
+        "GW597",
+        "silent",
+        "A run that works and says nothing",
+        "A collective that never ends, a file system that does not answer, or a node that is gone; a step far longer "
+        "than those before it looks the same at first.",
+        "Look where it stands: py-spy dump --pid of a rank, squeue for the job, the logs of the other ranks.",
+    ),
 )
+SILENT_S, SILENT_STEPS = 300.0, 20
+"""Without a new byte for so long, and for so many of its steps, a run that works is called silent."""
 _BY_NAME = {page.name: page for page in PAGES}
 
 
@@ -177,6 +187,18 @@ def _finding(
         numbers=tuple(numbers),
         fix=page.fix,
     )
+
+
+def silence(found: Progress | None, *, quiet_s: float, file: str) -> Finding | None:
+    """A run that trained and has written nothing for `quiet_s` seconds, where that is long for its steps."""
+    if found is None:
+        return None
+    step_s = found.step_s if math.isfinite(found.step_s) else 0.0
+    if quiet_s < max(SILENT_S, SILENT_STEPS * step_s):
+        return None
+    pace = f"; a step takes {step_s:.3g} s" if step_s else ""
+    text = f"Nothing was written for {quiet_s / 60:.0f} min{pace}."
+    return _finding("silent", text, file, 0, (("quiet_s", round(quiet_s)), ("step_s", step_s)))
 
 
 def _zeros(series: Series, file: str) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 PHASES = ("load", "forward", "loss", "backward", "optimizer", "evaluate", "save", "resume", "merge", "generate")
 
@@ -84,6 +85,7 @@ _MARKS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 _FRAME_START = re.compile(r'^\W*(?:\[?(?:rank|default)?\d+\]?:)?\W*(?:File "|.*\.py(?:"|:\d+| in )|❱)')
 _TRACEBACK = "Traceback (most recent call last)"
+_INDENTED = re.compile(r"(?:\[?(?:rank|default)?\d+\]?:)?\s{2,}\S")
 _PROGRESS = re.compile(r"\d+%\||'loss'|lm loss|\"kind\": \"step\"|it/s|s/it")
 _LOOK_BACK_LINES = 40
 
@@ -98,12 +100,19 @@ def traceback_above(before: Sequence[str]) -> tuple[str, ...]:
 
 def phase_of(before: Sequence[str], line: str = "") -> str:
     """The phase in which the code that raised was called; empty where nothing tells."""
-    frames = "\n".join(traceback_above(before)) or (line if 'File "' in line or "traceback" in line else "")
+    above = traceback_above(before) or _bare_frames(before)
+    frames = "\n".join(above) or (line if 'File "' in line or "traceback" in line else "")
     if frames:
         for phase, pattern in _FRAMES:
             if pattern.search(frames):
                 return phase
     return _marked(before, line)
+
+
+def _bare_frames(before: Sequence[str]) -> tuple[str, ...]:
+    """The frames right above, where the head of the traceback was cut off: indented lines, a frame among them."""
+    frames = list(takewhile(_INDENTED.match, reversed(before)))[::-1]
+    return tuple(frames) if any('File "' in line for line in frames) else ()
 
 
 def _marked(before: Sequence[str], line: str) -> str:

@@ -1,7 +1,9 @@
 """Sources of log text: files, folders, gzip and standard input, as chunks of bytes with one newline form."""
 
 import codecs
+import errno
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,9 @@ def find_logs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         try:
             mode = path.stat().st_mode
         except OSError as error:
+            if error.errno == errno.ENOENT and path.name.isascii() and path.name.isdecimal() and path.parent == Path():
+                files += _of_job(path.name)
+                continue
             raise LogError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError:
             raise LogError(f"{str(path)!r} is not a path") from None
@@ -44,6 +49,21 @@ def find_logs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     if not files:
         raise LogError(f"{', '.join(map(str, paths))}: no log in it; wanted files such as *.log, *.out, *.err, *.jsonl")
     return files, notes
+
+
+def _of_job(job: str) -> list[Path]:
+    """The outputs of a SLURM job: files here, one folder below, or in a run's jobs whose names hold its number.
+    Raises LogError."""
+    whole = re.compile(rf"(?<!\d){job}(?!\d)")
+    places = (f"*{job}*", f"*/*{job}*", f"runs/*/jobs/*/{job}*")
+    found = {path for place in places for path in Path().glob(place) if path.is_file() and whole.search(path.name)}
+    logs = sorted(path for path in found if path.suffix.lower() in _LOG_SUFFIXES)[:MAX_FILES]
+    if not logs:
+        raise LogError(
+            f"no file here is the output of job {job} (looked for *{job}* here, one folder below, and in runs/*/jobs); "
+            "give the file"
+        )
+    return logs
 
 
 def _in_folder(folder: Path, notes: list[str]) -> list[Path]:

@@ -177,7 +177,7 @@ def _adapt_experts(
     lora = ExpertLora(shapes, adapter.rank, adapter.scale, device, chosen=chosen, dropout=adapter.dropout)
     for name, a_CrI in lora.A.items():
         for place, expert in enumerate(lora.numbers):
-            key = f"{path}.{experts.gatewright_first_expert + expert}.{name}.lora_A"
+            key = f"{path}.{experts.gatewright_held[expert]}.{name}.lora_A"
             a_CrI.data[place] = _draw(a_CrI.shape[1:], key, seed=seed, fan_in=a_CrI.shape[2]).to(device)
     experts.add_module(LORA, lora)
 

@@ -11,6 +11,7 @@ Shapes: T tokens, k choices a token, S = T·k rows, E experts, H hidden, I exper
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def lora_shapes(experts: nn.Module) -> dict[str, tuple[int, int, int]]:
     for name, weight in experts.named_parameters(recurse=False):
         if weight.dim() == 3:
             _, first, second = weight.shape  # whose first axis may be divided over ranks
-            count = experts.gatewright_experts
+            count = len(experts.gatewright_held)
             shapes[name] = (count, second, first) if experts.is_transposed else (count, first, second)
     return shapes
 
@@ -147,13 +148,19 @@ class _Gather(torch.autograd.Function):
 
 
 def sort_rows(experts: nn.Module, index_Tk: Tensor, weight_Tk: Tensor) -> Rows:
-    """The layer's rows by expert, within its capacity if it has one; what was chosen and dropped is counted."""
+    """The layer's rows by expert, within its capacity if it has one; what was chosen and dropped is counted.
+
+    Counts go by the experts' numbers, rows by the order in which the ranks hold the experts.
+    """
     expert_S, count = index_Tk.reshape(-1), experts.num_experts
     counts_E = torch.bincount(expert_S, minlength=count)
     capacity: Capacity | None = experts.gatewright_capacity if experts.training else None
     collector = counts_now.get()
     if collector is not None:
         collector.by_layer[experts.gatewright_layer] = counts_E
+    position_E = experts.gatewright_position_E
+    if position_E is not None:
+        expert_S, counts_E = position_E[expert_S], counts_E.scatter(0, position_E, counts_E)
     if capacity is None:
         order_S = torch.argsort(expert_S, stable=True)
         return Rows(order_S, counts_E.cumsum(0).int(), *index_Tk.shape)
@@ -344,8 +351,18 @@ def install(model: nn.Module) -> None:
         experts.gatewright_layer = layer
         experts.gatewright_capacity = None
         experts.gatewright_dispatch = None
-        experts.gatewright_first_expert = 0
-        experts.gatewright_experts = experts.num_experts
+        hold(experts, range(experts.num_experts), first=0, count=experts.num_experts)
+
+
+def hold(experts: nn.Module, order: Sequence[int], *, first: int, count: int) -> None:
+    """Says whose weights the module has: of all its experts in this order, the `count` from position `first` on."""
+    experts.gatewright_order = tuple(order)
+    experts.gatewright_held = experts.gatewright_order[first : first + count]
+    position_E = None
+    if experts.gatewright_order != tuple(range(experts.num_experts)):
+        order_E = torch.tensor(experts.gatewright_order, device=experts._parameters["down_proj"].device)
+        position_E = order_E.argsort()
+    experts.gatewright_position_E = position_E
 
 
 def set_capacity(model: nn.Module, capacity: Capacity | None) -> None:

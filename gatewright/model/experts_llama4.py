@@ -18,7 +18,8 @@ def adopt(model: nn.Module) -> None:
     """Gives Llama 4's experts the form that transformers' experts interface has elsewhere; other models stay as is."""
     for module in model.modules():
         if isinstance(module, Llama4TextMoe):
-            module.forward = MethodType(_route, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_moe, module)  # type: ignore[method-assign]
+            module.router.forward = MethodType(_route, module.router)  # type: ignore[method-assign]
         elif isinstance(module, Llama4TextExperts):
             module.is_transposed, module.has_gate = True, True
             module.has_bias, module.has_post_expert_norm = False, False
@@ -26,12 +27,18 @@ def adopt(model: nn.Module) -> None:
             module.forward = MethodType(experts_forward, module)  # type: ignore[method-assign]
 
 
-def _route(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+def _route(self: nn.Linear, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [T, E], routing weights [T, k], chosen experts [T, k]), as other routers of transformers give them."""
+    logits_TE = nn.functional.linear(x_TH, self.weight)
+    top_Tk, expert_Tk = logits_TE.topk(self.top_k, dim=1)
+    return logits_TE, top_Tk.float().sigmoid().to(logits_TE.dtype), expert_Tk
+
+
+def _moe(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """(output [T, H], router logits [T, E]) of the layer, running each token through its chosen experts only."""
     x_TH = hidden_states.reshape(-1, self.hidden_dim)
-    scores_TE, logits_TE = self.router(x_TH)
-    expert_Tk = logits_TE.topk(self.top_k, dim=1).indices
-    rows_SH = (x_TH[:, None] * scores_TE.gather(1, expert_Tk)[..., None]).flatten(0, 1)
+    logits_TE, weight_Tk, expert_Tk = self.router(x_TH)
+    rows_SH = (x_TH[:, None] * weight_Tk[..., None]).flatten(0, 1)
     routed_SH = self.experts(rows_SH, expert_Tk.reshape(-1, 1), torch.ones_like(rows_SH[:, :1]))
     return self.shared_expert(x_TH) + routed_SH.view(len(x_TH), self.top_k, -1).sum(dim=1), logits_TE
 

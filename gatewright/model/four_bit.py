@@ -1,7 +1,8 @@
 """NF4: 4-bit codes with double quantisation, made and read by bitsandbytes' functional API on any of its devices.
 
 Layout of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): blocks of 64 weights share an absmax; the absmaxes, less
-their mean, are held in 8 bits, in blocks of 256 with one float32 scale. 0.5 + 1/64 + 4/(64·256) bytes a weight.
+their mean, are held in 8 bits, in blocks of 256 with one float32 scale. 0.5 + 1/64 + 4/(64·256) bytes a weight. Every
+matrix of a stack is packed by itself, with a mean of its own, so that an expert is the same whoever its neighbours are.
 """
 
 import functools
@@ -28,13 +29,18 @@ class NF4Weight(QuantizedWeight):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`."""
         bnb = bitsandbytes()
+        absmax8 = self.parts["absmax"]
+        blocks = absmax8.shape[-1]
         absmax = bnb.dequantize_blockwise(
-            self.parts["absmax"], absmax=self.parts["scale"], code=_absmax_code(self.device), blocksize=ABSMAX_BLOCK
+            F.pad(absmax8, (0, -blocks % ABSMAX_BLOCK)).view(-1),
+            absmax=self.parts["scale"].view(-1),
+            code=_absmax_code(self.device),
+            blocksize=ABSMAX_BLOCK,
         )
-        absmax += self.parts["offset"]
-        codes = self.parts["codes"]
+        absmax = absmax.view(len(absmax8), -1)[:, :blocks] + self.parts["offset"][:, None]
+        codes = self.parts["codes"].view(-1)
         state = bnb.QuantState(
-            absmax=absmax, shape=(1, 2 * codes.numel()), dtype=dtype, blocksize=BLOCK, quant_type="nf4"
+            absmax=absmax.view(-1), shape=(1, 2 * codes.numel()), dtype=dtype, blocksize=BLOCK, quant_type="nf4"
         )
         flat = bnb.dequantize_4bit(codes[:, None], state).view(-1)
         matrix = self.shape[-2] * self.shape[-1]
@@ -42,10 +48,17 @@ class NF4Weight(QuantizedWeight):
 
 
 def quantize_nf4(
-    matrices: Iterable[Tensor], *, shape: torch.Size, dtype: torch.dtype, device: torch.device, name: str
+    matrices: Iterable[Tensor],
+    *,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+    first: int = 0,
 ) -> NF4Weight:
     """The weight of this shape from its matrices, one at a time and each dropped at once.
 
+    `first`: number of the first, where they are some of a stack's experts.
     Deterministic on one kind of device. Raises ModelError for NaN or infinite weights, naming them.
     """
     bnb = bitsandbytes()
@@ -59,7 +72,7 @@ def quantize_nf4(
         for start in range(0, padded, PIECE):
             piece = flat[start : start + PIECE].to(device)
             if not piece.isfinite().all():
-                where = name if count == 1 else f"{name}, expert {index}"
+                where = name if count == 1 else f"{name}, expert {first + index}"
                 raise ModelError(
                     f"{where}: holds NaN or infinite weights, which no 4-bit code can say; repair the file"
                 )
@@ -67,10 +80,12 @@ def quantize_nf4(
             packed, state = bnb.quantize_4bit(piece, blocksize=BLOCK, quant_type="nf4")
             codes[index, start // 2 :][: packed.numel()] = packed.view(-1)
             absmax[index, start // BLOCK :][: state.absmax.numel()] = state.absmax
-    absmax = absmax.view(-1)
-    offset = absmax.mean()
-    absmax8, state = bnb.quantize_blockwise(absmax - offset, code=_absmax_code(device), blocksize=ABSMAX_BLOCK)
-    parts = {"codes": codes.view(-1), "absmax": absmax8, "scale": state.absmax, "offset": offset}
+    offset = torch.stack([row.mean() for row in absmax])
+    blocks = absmax.shape[1]
+    filled = F.pad(absmax - offset[:, None], (0, -blocks % ABSMAX_BLOCK))
+    absmax8, state = bnb.quantize_blockwise(filled.view(-1), code=_absmax_code(device), blocksize=ABSMAX_BLOCK)
+    absmax8 = absmax8.view(filled.shape)[:, :blocks].contiguous()
+    parts = {"codes": codes, "absmax": absmax8, "scale": state.absmax.view(count, -1), "offset": offset}
     return NF4Weight(parts, shape=shape, dtype=dtype)
 
 

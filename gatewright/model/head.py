@@ -67,8 +67,11 @@ def head_logits(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """[T, V] logits of a head with these weights and, where given, this low-rank part."""
-    logits_TV = F.linear(hidden_TH, weight_VH, bias_V)
+    """[T, V] logits of a head with these weights and, where given, this low-rank part.
+
+    In the type of the weights: some architectures keep the head in float32 whatever the rest is in.
+    """
+    logits_TV = F.linear(hidden_TH.to(weight_VH.dtype), weight_VH, bias_V)
     if low_Tr is not None and b_Vr is not None:
         logits_TV = (logits_TV + low_Tr @ b_Vr.T).to(logits_TV.dtype)
     if scale != 1.0:
@@ -90,6 +93,11 @@ def gather_on_use(head: nn.Linear) -> None:
         return F.linear(hidden_TH, whole(head.weight), None if head.bias is None else whole(head.bias))
 
     head.forward = forward  # type: ignore[method-assign]
+
+
+def decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its language-model head; for a Llama 4 text model `base_model` names the model itself."""
+    return model.base_model if model.base_model is not model else model.model
 
 
 def head_of(model: PreTrainedModel) -> Head:

@@ -1,6 +1,7 @@
 """Loading: a folder of Hugging Face files into a model with both seams in place; nothing is ever fetched."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.utils import logging as transformers_logging
 
 from gatewright.model import attention, experts, experts_llama4, per_document
-from gatewright.model.quantized_load import Quantize, load_small
+from gatewright.model.quantized_load import Divide, Quantize, load_small
 from gatewright.model.sources import read_format
 from gatewright.spec import run as spec
 from gatewright.spec.errors import ModelError
@@ -24,13 +34,13 @@ def load_model(
     kernel: attention.Kernel,
     quantize: Quantize = "none",
     note: Callable[[str], None] = lambda text: None,
-    divide: Callable[[PreTrainedModel], None] | None = None,
+    divide: Divide | None = None,
 ) -> PreTrainedModel:
     """Returns the causal LM of the folder, frozen, in `model.dtype` on `device`, with our attention and experts.
 
     `quantize` stores linear layers and experts in few bits; `note` is told of that, and of FP8 files made dense.
-    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: only a rank's own part of
-    each is then read.
+    `divide` is shown the model while it is on meta, and may make DTensors of its parameters: of each, only a rank's own
+    part is then held.
     Raises ModelError for a folder that is missing or incomplete, weights that the architecture does not know or that
     the files lack, and a mixture of experts whose experts transformers does not run through its experts interface.
     """
@@ -45,11 +55,6 @@ def load_model(
     build = {"attn_implementation": attention.NAME, "trust_remote_code": model.trust_remote_code}
     try:
         if quantize != "none" or form is not None:
-            if divide is not None:
-                raise ModelError(
-                    f"{folder}: a base in few bits, or FP8 files, cannot be divided over ranks yet; set parallel.ep: 1 "
-                    "and dense: replicate or zero2, or take a bf16 base with method.quantize: none"
-                )
             loaded, report = load_small(
                 folder,
                 files,
@@ -61,6 +66,7 @@ def load_model(
                 build=build,
                 seams=lambda empty: put_seams(empty, source=str(folder)),
                 note=note,
+                divide=divide,
             )
         else:
             loaded, report = _class_of(config, divide).from_pretrained(
@@ -85,7 +91,7 @@ def load_model(
     return put_seams(loaded.to(device), source=str(folder))
 
 
-def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None] | None) -> Any:
+def _class_of(config: PretrainedConfig, divide: Divide | None) -> Any:
     """The class that builds the model, followed by `divide`; transformers reads into whatever it then finds."""
     if divide is None:
         return AutoModelForCausalLM
@@ -93,9 +99,30 @@ def _class_of(config: PretrainedConfig, divide: Callable[[PreTrainedModel], None
 
     def build(self: PreTrainedModel, config: PretrainedConfig) -> None:
         known.__init__(self, config)
-        divide(self)
+        experts_llama4.adopt(self)  # so that experts are found
+        divide(self, (), remade_rows(self))
 
     return type(known.__name__, (known,), {"__init__": build, "__module__": known.__module__})
+
+
+def remade_rows(model: PreTrainedModel) -> set[str]:
+    """Names of the weights whose rows are not rows of the files, since loading joins or reorders them.
+
+    Of such a weight (Kimi's convolution is joined from three) a rank cannot read its rows alone: transformers cuts what
+    is in the files before it joins them, without a word.
+    """
+    remade = set()
+    for conversion in get_model_conversion_mapping(model):
+        if isinstance(conversion, WeightConverter) and not all(map(_keeps_rows, conversion.operations)):
+            targets = [re.sub(r"\\\d+|(?<!\.)\*", ".*", pattern) for pattern in conversion.target_patterns]
+            remade |= {name for name, _ in model.named_parameters() if any(re.search(t, name) for t in targets)}
+    return remade
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    if isinstance(operation, Transpose):
+        return min(operation.dim0, operation.dim1) > 0
+    return isinstance(operation, MergeModulelist) or (isinstance(operation, Concatenate | Chunk) and operation.dim > 0)
 
 
 def put_seams(model: PreTrainedModel, *, source: str) -> PreTrainedModel:

@@ -11,11 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from gatewright.spec.errors import ModelError
 
 aten = torch.ops.aten
+ALIGNED_BYTES = 16
+"""Where the packed bytes of a matrix and of each of its parts may begin, so that they can be read as any type."""
 
 
 class QuantizedWeight(Tensor):
@@ -25,7 +28,7 @@ class QuantizedWeight(Tensor):
     """
 
     parts: dict[str, Tensor]
-    """What is really held, by name."""
+    """What is really held, by name; of a stack, with one entry for each matrix along the first axis."""
 
     @staticmethod
     def __new__(cls, parts: dict[str, Tensor], *, shape: torch.Size, dtype: torch.dtype, **details: Any) -> Self:
@@ -45,6 +48,33 @@ class QuantizedWeight(Tensor):
     def stored_bytes(self) -> int:
         """Bytes of the packed tensors."""
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def matrices(self) -> int:
+        """1, or how many a stack has."""
+        return self.shape[0] if self.dim() == 3 else 1
+
+    @property
+    def matrix_bytes(self) -> int:
+        """What `packed_EB` has for each matrix."""
+        sizes = [part.nbytes // self.matrices for part in self.parts.values()]
+        return sum(size + -size % ALIGNED_BYTES for size in sizes)
+
+    def packed_EB(self) -> Tensor:
+        """uint8 [matrices, bytes of one]: the packed parts of each matrix, one after the other."""
+        parts = [part.reshape(self.matrices, -1).view(torch.uint8) for part in self.parts.values()]
+        return torch.cat([F.pad(part, (0, -part.shape[1] % ALIGNED_BYTES)) for part in parts], dim=1)
+
+    def unpack(self, packed_EB: Tensor) -> Self:
+        """The weight, or the stack of so many, that has these packed bytes and is otherwise like this one."""
+        parts, begin = {}, 0
+        for name, part in self.parts.items():
+            size = part.nbytes // self.matrices
+            mine = packed_EB[:, begin : begin + size].contiguous().view(part.dtype)
+            parts[name] = mine.view(part.shape if self.dim() == 2 else (len(packed_EB), *part.shape[1:]))
+            begin += size + -size % ALIGNED_BYTES
+        shape = self.shape if self.dim() == 2 else torch.Size([len(packed_EB), *self.shape[1:]])
+        return type(self)(parts, shape=shape, dtype=self.dtype, **self.details)
 
     def rebuild(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Self:
         parts = {name: change(part) for name, part in self.parts.items()}
@@ -102,8 +132,15 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that the model's parameters occupy, a shared one counted once."""
-    return sum(p.stored_bytes if isinstance(p, QuantizedWeight) else p.nbytes for p in model.parameters())
+    """Bytes that the model's parameters occupy in this process, a shared one counted once."""
+    return sum(held_bytes(parameter) for parameter in model.parameters())
+
+
+def held_bytes(parameter: Tensor) -> int:
+    """Bytes of a parameter in this process: packed if it is in few bits, its part if it is divided."""
+    if isinstance(parameter, QuantizedWeight):
+        return parameter.stored_bytes
+    return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
 
 
 def quantized_names(model: nn.Module) -> list[str]:

@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gatewright.spec.errors import ModelError
 
-CORRECTION_BIAS = "e_score_correction_bias"
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass
@@ -75,26 +75,49 @@ class Router:
     """Its path in the model."""
     module: nn.Module
     bias_E: Tensor | None
-    """e_score_correction_bias, which DeepSeek-style routers add to the scores for the choice alone."""
+    """What DeepSeek-style routers add to the scores for the choice alone."""
+    gate: str = ""
+    """Path inside the module of what holds the weight; empty: the module itself."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[E, hidden]."""
+        return self.module.get_submodule(self.gate).weight
 
 
 def find_routers(model: nn.Module, experts: dict[int, nn.Module]) -> list[Router]:
-    """The routers beside these experts modules (layer index -> module), in order of the layer."""
+    """The routers beside these experts modules (layer index -> module), in order of the layer.
+
+    Raises ModelError for a layer that has none, as far as its modules tell.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     routers = []
     for layer in sorted(experts):
         block_name = names[id(experts[layer])].rpartition(".")[0]
         block = model.get_submodule(block_name)
+        gate = _gate(block, experts[layer].num_experts)
+        if gate is None:
+            raise ModelError(
+                f"{block_name}: no module of it has a weight with a row for each expert: no router is known"
+            )
         tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-        bias = next((t for name, t in tensors.items() if name.rpartition(".")[2] == CORRECTION_BIAS), None)
-        for name, child in block.named_children():
-            # The weight of a router that an adapter or a float32 copy stands in front of is no plain parameter.
-            weight = child.weight if is_parametrized(child, "weight") else child._parameters.get("weight")
-            if weight is not None and weight.dim() == 2 and weight.shape[0] == experts[layer].num_experts:
-                bias_E = None if bias is None else bias.detach().view(-1)
-                routers.append(Router(layer, f"{block_name}.{name}", child, bias_E))
-                break
+        bias = next((t for name, t in tensors.items() if name.rpartition(".")[2] in CORRECTION_BIASES), None)
+        bias_E = None if bias is None else bias.detach().view(-1)
+        name, _, within = gate.partition(".")
+        routers.append(Router(layer, f"{block_name}.{name}", block.get_submodule(name), bias_E, within))
     return routers
+
+
+def _gate(block: nn.Module, experts: int) -> str | None:
+    """Path in the block of the module whose weight is [experts, hidden]: a child, or (AFMoE) the child of one."""
+    paths = sorted((name for name, _ in block.named_modules() if name.count(".") < 2), key=lambda name: "." in name)
+    for path in paths:
+        module = block.get_submodule(path)
+        # The weight of a router that an adapter or a float32 copy stands in front of is no plain parameter.
+        weight = module.weight if is_parametrized(module, "weight") else module._parameters.get("weight")
+        if weight is not None and weight.dim() == 2 and weight.shape[0] == experts:
+            return path
+    return None
 
 
 @dataclass(kw_only=True)
@@ -143,7 +166,7 @@ class RouterWatch:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if self.terms is None and not self.recording:
                 return None
-            logits_TE, weights_Tk, index_Tk = self._unpack(router, output)
+            logits_TE, weights_Tk, index_Tk = _read(router, output)
             if router.layer not in self._score:
                 self._score[router.layer] = score_function(router, logits_TE, weights_Tk, index_Tk)
             scores_TE = probabilities(self._score[router.layer], logits_TE.float())
@@ -164,14 +187,6 @@ class RouterWatch:
 
         return hook
 
-    def _unpack(self, router: Router, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if not (isinstance(output, tuple) and len(output) == 3):
-            raise ModelError(
-                f"{router.name} is a {type(router.module).__name__}, which does not give (logits, weights, chosen "
-                "experts): its balance, z-loss and health are unknown; set router.balance and router.z to 0"
-            )
-        return output
-
     def _loss(
         self, row: int, layer: int, logits_TE: Tensor, scores_TE: Tensor, index_Tk: Tensor, terms: Terms
     ) -> Tensor:
@@ -185,6 +200,16 @@ class RouterWatch:
             z = logits_TE.float().logsumexp(dim=-1).square().sum() / terms.step_tokens
         self.values[layer] = (balance.detach(), z.detach())
         return (terms.balance * balance + terms.z * z) / len(self.routers)
+
+
+def _read(router: Router, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [T, E], routing weights [T, k], chosen experts [T, k]) of what a router gives."""
+    if isinstance(output, tuple) and len(output) == 3:
+        return output
+    raise ModelError(
+        f"{router.name} is a {type(router.module).__name__}, which does not give (logits, weights, chosen experts): it "
+        "cannot be watched, so the architecture cannot be trained"
+    )
 
 
 def _share(row: int, index_Tk: Tensor, experts: int, terms: Terms) -> Tensor:

@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,6 +30,9 @@ from transformers.core_model_loading import (
 from gatewright.model.fp8 import Fp8Weight
 from gatewright.model.sources import FLOATS, Fp8Source, Shards, Source, StoredFormat, sources_of
 from gatewright.spec.errors import ModelError
+
+Index = EllipsisType | tuple[slice, ...]
+"""What is read of a weight: all, or the part that a placement gives this process, cut along the first axis."""
 
 
 @dataclass(slots=True)
@@ -59,28 +65,52 @@ class Weight:
     def shape(self) -> torch.Size:
         return self.model.get_parameter(self.target).shape
 
+    def shape_of(self, target: str) -> torch.Size:
+        """Of the whole of a weight, or a buffer."""
+        owner, _, name = target.rpartition(".")
+        module = self.model.get_submodule(owner)
+        tensor = module._parameters.get(name)
+        return (module._buffers[name] if tensor is None else tensor).shape  # type: ignore[union-attr]
+
+    def rows(self, target: str) -> range:
+        """The entries of a weight's first axis that a placement gives this process; all where there is none."""
+        owner, _, name = target.rpartition(".")
+        parameter = self.model.get_submodule(owner)._parameters.get(name)
+        if not isinstance(parameter, DTensor):
+            return range(len(parameter)) if parameter is not None and parameter.dim() else range(1)
+        layout = (parameter.shape, parameter.device_mesh, parameter.placements)
+        (count, *_), (first, *_) = compute_local_shape_and_global_offset(*layout)
+        return range(first, first + count)
+
+    @property
+    def small_bytes(self) -> float:
+        """Bytes of 4- and 8-bit codes in the files for the entries of `rows`."""
+        small = sum(source.small_bytes for source in self.all_sources)
+        return small * len(self.rows(self.target)) / max(1, self.shape[0]) if small else 0.0
+
     def whole(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights in plain floats, by name; `dtype` is for what is FP8 in the file."""
         return self.convert({pattern: [s.read(dtype) for s in sources] for pattern, sources in self.sources.items()})
 
-    def matrices(self, target: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """One of the weights as a matrix, or as the matrices of a stack in order, each read when it is asked for.
+    def matrices(self, target: str, dtype: torch.dtype, rows: range) -> Iterator[Tensor]:
+        """One of the weights as a matrix, or as those of these rows of a stack, each read when it is asked for.
 
         In the type of the file, or in `dtype` from FP8. Raises ModelError for another shape than config.json says.
         """
         shape = self.model.get_parameter(target).shape
         if len(shape) == 3 and self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shape, shape)
-            made: Iterable[Tensor] = (source.read(dtype, row) for row in range(shape[0]))
+            self.agree(source.shape, shape)
+            made: Iterable[Tensor] = (source.read(dtype, row) for row in rows)
         elif len(shape) == 3 and self.stacks_experts:
-            made = (self._expert(index, dtype) for index in range(self._count(shape[0])))
+            self._count(shape[0])
+            made = (self._expert(index, dtype) for index in rows)
         else:
             whole = self.whole(dtype)[target]
-            self._agree(whole.shape, shape)
-            made = whole.view(-1, *shape[-2:])
+            self.agree(whole.shape, shape)
+            made = whole[rows.start : rows.stop] if len(shape) == 3 else whole[None]
         for matrix in made:
-            self._agree(matrix.shape, shape[-2:])
+            self.agree(matrix.shape, shape[-2:])
             yield matrix
 
     @property
@@ -94,32 +124,34 @@ class Weight:
     @property
     def comes_by_expert(self) -> bool:
         """Whether `matrices` gives the weight in parts without having read it whole."""
-        few_bits = self.converter is None and self.is_small and len(self.all_sources[0].shape) == 3
-        return self.stacks_experts or few_bits
+        return self.stacks_experts or (self.converter is None and len(self.all_sources[0].shape) == 3)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether the files hold it in 4 or 8 bits."""
-        return any(source.small_bytes for source in self.all_sources)
+    def fp8(self, rows: range) -> Fp8Weight:
+        """The matrix, or these rows of the stack, in the checkpoint's own FP8 bytes.
 
-    def fp8(self) -> Fp8Weight:
-        """The weight in the checkpoint's own FP8 bytes. Raises ModelError where a conversion does more than stack."""
+        Raises ModelError where a conversion does more than stack.
+        """
         if self.converter is None:
             [source] = self.all_sources
-            self._agree(source.shape, self.shape)
-            return _fp8(source)
+            self.agree(source.shape, self.shape)
+            return _fp8(source) if len(self.shape) < 3 else self._fp8_stack(lambda row: _fp8(source, row), rows)
         if not self.stacks_experts or any(isinstance(op, Transpose) for op in self.converter.operations):
             raise ModelError(
                 f"{self.target}: transformers rearranges this weight at load, so its FP8 blocks cannot stay; set "
                 "method.quantize: nf4, or none"
             )
+        self._count(self.shape[0])
+        return self._fp8_stack(self._fp8_expert, rows)
+
+    def _fp8_stack(self, expert_of: Callable[[int], Fp8Weight], rows: range) -> Fp8Weight:
         parts: dict[str, Tensor] = {}
-        for index in range(self._count(self.shape[0])):
-            expert = self._fp8_expert(index)
-            self._agree(expert.shape, self.shape[1:])
+        for place, index in enumerate(rows):
+            expert = expert_of(index)
+            self.agree(expert.shape, self.shape[1:])
             for name, part in expert.parts.items():
-                parts.setdefault(name, part.new_empty(self.shape[0], *part.shape))[index] = part
-        return Fp8Weight(parts, shape=self.shape, dtype=torch.bfloat16, block=expert.block)
+                parts.setdefault(name, part.new_empty(len(rows), *part.shape))[place] = part
+        shape = torch.Size([len(rows), *self.shape[1:]])
+        return Fp8Weight(parts, shape=shape, dtype=torch.bfloat16, block=expert.block)
 
     def _fp8_expert(self, index: int) -> Fp8Weight:
         """One expert of a stack; its scales are put together as its codes are."""
@@ -150,35 +182,38 @@ class Weight:
         one = {pattern: [sources[index].read(dtype)] for pattern, sources in self.sources.items()}
         return self.convert(one)[self.target][0]
 
-    def _agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:
+    def agree(self, got: Sequence[int], wanted: Sequence[int]) -> None:
         if tuple(got) != tuple(wanted):
             raise ModelError(
                 f"{self.target} has another shape than config.json says: {tuple(got)} in the file, {tuple(wanted)} by "
                 "config.json; these files do not belong together"
             )
 
-    def _count(self, wanted: int) -> int:
+    def _count(self, wanted: int) -> None:
         counts = {len(sources) for sources in self.sources.values()}
         if counts != {wanted}:
             raise ModelError(
                 f"{self.target}: the files hold {' and '.join(map(str, sorted(counts)))} experts, config.json says "
                 f"{wanted}; the folder is incomplete, or its parts do not belong together"
             )
-        return wanted
 
 
 class Lazy:
-    """Stands for a tensor in a state dict; transformers takes `[...]` of it when its turn has come."""
+    """Stands for a tensor in a state dict; transformers takes `[...]` of it, or its part, when its turn has come."""
 
     turn = threading.Lock()
     """transformers reads with several threads: one dense weight at a time is enough."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
+    def __init__(self, make: Callable[[Index], Tensor], shape: torch.Size) -> None:
         self.make = make
+        self.shape = shape
 
-    def __getitem__(self, index: object) -> Tensor:
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Index) -> Tensor:
         with self.turn:
-            return self.make()
+            return self.make(index)
 
 
 def weights_of(shards: Shards, model: PreTrainedModel, form: StoredFormat | None) -> list[Weight]:
@@ -217,9 +252,9 @@ def _within_expert(operation: object) -> bool:
     return isinstance(operation, Concatenate) and operation.dim != 0
 
 
-def _fp8(source: Source) -> Fp8Weight:
+def _fp8(source: Source, row: int | None = None) -> Fp8Weight:
     assert isinstance(source, Fp8Source)
-    return source.weight()
+    return source.weight(row)
 
 
 def _is_number(kind: str, parameter: Tensor) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import Gpu
 from gatewright.spec.probe import Costs, read_probe
@@ -29,8 +30,6 @@ BYTES = 2
 """Of an activation."""
 LINEAR_PASSES = 3.0
 """Forward, and twice that backward; with adapters and full recomputation it is three forwards as well."""
-ATTENTION_PASSES = 3.5
-"""Two products forward, five backward in a fused kernel, which recomputes the scores."""
 EXCHANGES = 3
 """Keys and values forward, the same again backward, and their gradients on the way home."""
 

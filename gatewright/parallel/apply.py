@@ -4,16 +4,17 @@
     weights read, each its own      settle             experts' dispatch in place, and a head that gathers its weight
     adapters added, roles chosen    spread_gradients   who updates what, and how gradients meet
 
-Inside the model nothing knows of ranks but the experts seam (model/experts.py) and the head (model/head.py).
+Inside the model nothing knows of ranks but the experts seam (model/experts.py), the head (model/head.py) and weights
+in few bits (model/quantized_divided.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,14 +22,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gatewright.model.experts import find_experts
-from gatewright.model.head import gather_on_use
-from gatewright.parallel.collect import divided_stacks
+from gatewright.model.experts import find_experts, hold
+from gatewright.model.head import decoder, gather_on_use
+from gatewright.model.quantized_divided import Shares
+from gatewright.model.quantized_load import Divide
+from gatewright.model.roles import head_is_tied, parameter_roles
+from gatewright.parallel.collect import divided_stacks, expert_stacks
+from gatewright.parallel.collectives import all_gather, count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
 from gatewright.parallel.layout import refuse_experts
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import SHARD, Ranks
+from gatewright.spec.errors import ModelError
 
 Grouped = tuple[Share, dist.ProcessGroup | None, list[dist.ProcessGroup]]
 """A share, the ranks that divide its sum, and the groups that all get it."""
@@ -36,37 +42,86 @@ BUCKET_ELEMENTS = 16 << 20
 """Elements that one collective reduces: 64 MiB in float32."""
 
 
-def divider(ranks: Ranks) -> Callable[[PreTrainedModel], None] | None:
+def divider(ranks: Ranks, *, whole: Collection[str] = ()) -> Divide | None:
     """What the loader is to call with the empty model; None where every rank reads all of it."""
     if ranks.layout.ep == 1 and ranks.layout.dense != "zero3":
         return None
-    return lambda model: divide(model, ranks)
+    return lambda model, packed, remade: divide(model, ranks, whole=whole, packed=packed, remade=remade)
 
 
-def divide(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read."""
+def divide(
+    model: PreTrainedModel,
+    ranks: Ranks,
+    *,
+    whole: Collection[str] = (),
+    packed: Collection[str] = (),
+    remade: Collection[str] = (),
+) -> dict[str, Shares]:
+    """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read.
+
+    `whole`: roles that zero3 leaves whole, as it does adapters: what trains in full beside an adapter is kept in
+    float32, in another form than FSDP would gather. `remade`: weights of which a rank cannot read its rows alone; they
+    stay whole as well. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their
+    packed bytes, the ranks that do so are returned by name.
+    """
     experts, layout = find_experts(model), ranks.layout
     refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))
+    own = {id(weight) for module in experts.values() for weight in module.parameters()}
+    stacks = [name for name, weight in model.named_parameters() if name in remade and id(weight) in own]
+    if layout.ep > 1 and stacks:
+        raise ModelError(
+            f"parallel.ep: {layout.ep}: {stacks[0]} is put together from its files in another order than by expert, so "
+            "that a rank cannot read its own experts; set ep: 1"
+        )
     if layout.ep > 1:
         for module in experts.values():
             _cut_rows(module, module.num_experts, ranks.part("ep"))
     if layout.dense == "zero3":
         policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
+        packed_weights = {model.get_parameter(name) for name in packed}
         if layout.ep > 1:
             for module in experts.values():
-                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy)
+                fully_shard(module, mesh=ranks.with_copies("edp"), mp_policy=policy, ignored_params=packed_weights)
+        roles = parameter_roles(model)
+        kept = {weight for name, weight in model.named_parameters() if roles[name] in whole or name in remade}
+        kept |= packed_weights
         for block in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
-            fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy)
+            fully_shard(block, mesh=ranks.with_copies(SHARD), mp_policy=policy, ignored_params=kept)
         # Left gathered after a forward pass, as FSDP would, its parameters would not be found as shards between steps.
-        fully_shard(model.base_model, mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True)
-        if not model.config.get_text_config().tie_word_embeddings:
-            head = model.get_output_embeddings()
+        fully_shard(
+            decoder(model), mesh=ranks.with_copies(SHARD), mp_policy=policy, reshard_after_forward=True,
+            ignored_params=kept,
+        )  # fmt: skip
+        head = model.get_output_embeddings()
+        if head.weight not in kept and not head_is_tied(model):
             _cut_rows(head, head.out_features, ranks.with_copies(SHARD))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if ranks.device.type == "cpu":
+                    count_fsdp(module)
+    return _packed_shares(model, packed, ranks) if layout.dense == "zero3" else {}
+
+
+def _packed_shares(model: PreTrainedModel, packed: Collection[str], ranks: Ranks) -> dict[str, Shares]:
+    """Of each packed weight: the ranks that divide its bytes; those with the same experts, or all of a copy."""
+    experts = set(find_experts(model).values()) if ranks.layout.ep > 1 else set()
+    same, everything = _shares(ranks.part("edp")), _shares(ranks.part(SHARD))
+    shares = {n: same if model.get_submodule(n.rpartition(".")[0]) in experts else everything for n in packed}
+    return {name: share for name, share in shares.items() if share.count > 1}
+
+
+def _shares(mesh: DeviceMesh) -> Shares:
+    count, group = mesh.size(), mesh.get_group()
+
+    def gather(mine: Tensor) -> Tensor:
+        every = mine.new_empty(count * len(mine))
+        all_gather(every, mine, group=group)
+        return every
+
+    return Shares(count=count, position=mesh.get_local_rank(), gather=gather)
 
 
 def settle(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -76,8 +131,8 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
         dispatch = Dispatch(ranks.part("ep").get_group())
         for module in find_experts(model).values():
             module.gatewright_dispatch = dispatch
-            module.gatewright_experts = module.num_experts // layout.ep
-            module.gatewright_first_expert = ranks.position("ep") * module.gatewright_experts
+            count = module.num_experts // layout.ep
+            hold(module, range(module.num_experts), first=ranks.position("ep") * count, count=count)
             for name, stack in list(module.named_parameters(recurse=False)):
                 if isinstance(stack, DTensor) and layout.dense != "zero3":
                     module.register_parameter(name, nn.Parameter(stack.to_local(), requires_grad=stack.requires_grad))
@@ -90,14 +145,14 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
         return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
-    divided = divided_stacks(model, ranks)
+    divided, orders = divided_stacks(model, ranks), expert_stacks(model, ranks)
     shares: list[Share] = []
     alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
-            shares.append(_fsdp_share(name, weight, ranks))
+            shares.append(_fsdp_share(name, weight, ranks, order=orders.get(name)))
             continue
-        share, shard, copies = _plain_share(name, weight, ranks, experts=divided.get(name))
+        share, shard, copies = _plain_share(name, weight, ranks, order=divided.get(name))
         shares.append(share)
         if shard or copies:
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
@@ -113,20 +168,20 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int | None) -> Grouped:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequence[int] | None) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
-    `experts`: how many the whole stack has, where the weight is a stack of this rank's.
+    `order`: the experts of the whole stack as ranks hold them, where the weight is this rank's part of one.
     """
     layout = ranks.layout
     row = prod(weight.shape[1:])
-    begin = 0 if experts is None else ranks.position("ep") * weight.shape[0] * row
-    shape = tuple(weight.shape) if experts is None else (experts, *weight.shape[1:])
-    within = "edp" if experts is not None else SHARD
+    begin = 0 if order is None else ranks.position("ep") * weight.shape[0] * row
+    shape = tuple(weight.shape) if order is None else (len(order), *weight.shape[1:])
+    within = "edp" if order is not None else SHARD
     sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
-    holders = layout.ranks // (1 if experts is None else layout.ep) // sharing
+    holders = layout.ranks // (1 if order is None else layout.ep) // sharing
     piece = Piece(
-        shape=shape, begin=begin, end=begin + weight.numel(), holders=holders,
+        shape=shape, begin=begin, end=begin + weight.numel(), order=order, holders=holders,
         writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
     )  # fmt: skip
     copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
@@ -139,13 +194,13 @@ def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, experts: int 
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
-def _fsdp_share(name: str, weight: DTensor, ranks: Ranks) -> Share:
-    """The share of a weight that is cut along its first axis, by FSDP or for the head."""
+def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head; `order`: as above."""
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     row = prod(weight.shape[1:])
     piece = Piece(
-        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, holders=ranks.layout.copies,
-        writes=ranks.position("copy") == 0,
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=order,
+        holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
     return Share(name=name, weight=weight, owned=owned, piece=piece)

@@ -1,6 +1,6 @@
 """What is divided over ranks, made whole again: for files that must not depend on how a run was laid out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gatewright.model.expert_lora import LORA, ExpertLora
+from gatewright.model.expert_lora import LORA
 from gatewright.model.experts import find_experts
 from gatewright.parallel.ranks import Ranks
 
@@ -20,13 +20,15 @@ def whole_state(model: PreTrainedModel, ranks: Ranks) -> dict[str, Tensor]:
 
     Every rank must call this; one tensor at a time is gathered.
     """
-    stacks = divided_stacks(model, ranks)
+    orders, divided = expert_stacks(model, ranks), divided_stacks(model, ranks)
     state = {}
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        elif name in stacks:
+        elif name in divided:
             tensor = _gather_rows(tensor, ranks)
+        if name in orders:
+            tensor = _by_number(tensor, orders[name])
         if ranks.first:
             state[name] = tensor.detach().cpu()
     return state
@@ -41,39 +43,62 @@ def whole_adapters(model: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
     if ranks.layout.ep == 1:
         yield
         return
-    own: list[tuple[nn.Parameter, Tensor]] = []
-    divided = [module for module in model.modules() if isinstance(module, ExpertLora)]
-    for lora in divided:
+    adapted = [
+        (experts, experts._modules[LORA]) for experts in find_experts(model).values() if LORA in experts._modules
+    ]
+    own: dict[nn.Parameter, Tensor] = {}
+    for experts, lora in adapted:
         for parameter in lora.parameters():
-            own.append((parameter, parameter.data))
-            parameter.data = _gather_rows(parameter.data, ranks)
-        lora.experts *= ranks.layout.ep
+            own[parameter] = parameter.data
+            parameter.data = _by_number(_gather_rows(parameter.data, ranks), experts.gatewright_order)
+        lora.experts = experts.num_experts
     try:
         yield
     finally:
-        for lora in divided:
-            lora.experts //= ranks.layout.ep
-        for parameter, data in own:
-            # Into the same memory: the optimizer may update a view of it.
-            data.copy_(parameter.data.chunk(ranks.layout.ep)[ranks.position("ep")])
-            parameter.data = data
+        for experts, lora in adapted:
+            lora.experts = len(experts.gatewright_held)
+            for parameter in lora.parameters():
+                # Into its own tensor: what ZeRO-2 updates is a view of that.
+                parameter.data = own[parameter].copy_(parameter.data[list(experts.gatewright_held)])
 
 
-def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, int]:
-    """Name of each parameter with one entry for each expert of this rank -> experts of the layer; adapters too."""
+def expert_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, Sequence[int]]:
+    """Name of each parameter that is divided by experts, adapters too -> all its experts, in the order of the ranks."""
     if ranks.layout.ep == 1:
         return {}
     paths = {module: path for path, module in model.named_modules()}
-    found: dict[str, int] = {}
+    found: dict[str, Sequence[int]] = {}
     for module in find_experts(model).values():
-        for name, weight in module.named_parameters():
-            if name.startswith(f"{LORA}.") or ("." not in name and len(weight) * ranks.layout.ep == module.num_experts):
-                found[f"{paths[module]}.{name}"] = module.num_experts
+        adapters = [name for name, _ in module.named_parameters() if name.startswith(f"{LORA}.")]
+        for name in [*own_stacks(module), *adapters]:
+            found[f"{paths[module]}.{name}"] = module.gatewright_order
     return found
 
 
+def own_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's own weights with one entry for each expert: this rank's part, or a DTensor."""
+    sizes = {True: experts.num_experts, False: len(experts.gatewright_held)}
+    weights = experts.named_parameters(recurse=False)
+    return {name: weight for name, weight in weights if len(weight) == sizes[isinstance(weight, DTensor)]}
+
+
+def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, Sequence[int]]:
+    """Those of them that are plain tensors with the experts of this rank alone."""
+    stacks = expert_stacks(model, ranks)
+    return {name: order for name, order in stacks.items() if not isinstance(model.get_parameter(name), DTensor)}
+
+
+def _by_number(stack: Tensor, order: Sequence[int]) -> Tensor:
+    """A whole stack in the order of the experts' numbers, from that in which the ranks hold them."""
+    if tuple(order) == tuple(range(len(order))):
+        return stack
+    numbered = torch.empty_like(stack)
+    numbered[list(order)] = stack
+    return numbered
+
+
 def _gather_rows(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The entries of all experts, in order of their numbers."""
+    """The entries of all experts, in the order in which the ranks hold them."""
     group = ranks.part("ep").get_group()
     every = [torch.empty_like(tensor) for _ in range(ranks.layout.ep)]
     dist.all_gather(every, tensor.contiguous(), group=group)

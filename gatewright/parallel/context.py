@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from gatewright.model.attention_slices import SliceAttention
 from gatewright.packing.exchange import Exchange
 from gatewright.packing.exchange_gather import Gather
+from gatewright.parallel.collectives import all_gather, all_to_all, reduce_scatter
 
 
 class Context(Protocol):
@@ -100,9 +101,7 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, rows: Rows) -> Tensor:
         ctx.rows, ctx.shape = rows, own.shape
         received = own.new_empty(sum(rows.receive_counts), own.shape[1])
-        dist.all_to_all_single(
-            received, own[torch.cat(rows.send_rows)], list(rows.receive_counts), rows.send_counts, group=rows.group
-        )
+        all_to_all(received, own[torch.cat(rows.send_rows)], rows.receive_counts, rows.send_counts, group=rows.group)
         return received
 
     @staticmethod
@@ -110,9 +109,7 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         rows: Rows = ctx.rows
         returned = grad.new_empty(sum(rows.send_counts), grad.shape[1])
-        dist.all_to_all_single(
-            returned, grad.contiguous(), rows.send_counts, list(rows.receive_counts), group=rows.group
-        )
+        all_to_all(returned, grad.contiguous(), rows.send_counts, rows.receive_counts, group=rows.group)
         total = grad.new_zeros(ctx.shape)
         # Rank by rank: within one a row occurs once, so the sum has a fixed order.
         for part, index in zip(returned.split(rows.send_counts), rows.send_rows, strict=True):
@@ -128,7 +125,7 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.shape = group, rows.shape
         gathered = rows.new_empty(size * rows.shape[0], rows.shape[1])
         if len(rows):
-            dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+            all_gather(gathered, rows.contiguous(), group=group)
         return gathered
 
     @staticmethod
@@ -136,5 +133,5 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         total = grad.new_empty(ctx.shape)
         if len(total):
-            dist.reduce_scatter_tensor(total, grad.contiguous(), group=ctx.group)
+            reduce_scatter(total, grad.contiguous(), group=ctx.group)
         return total, None, None

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from gatewright.model.attention_slices import SliceAttention
 from gatewright.packing.exchange_heads import HeadExchange
+from gatewright.parallel.collectives import all_to_all
 
 
 class HeadsDealt:
@@ -77,5 +78,5 @@ def _all_to_all(
     rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     received = rows.new_empty(sum(receive_counts), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), list(receive_counts), list(send_counts), group=group)
+    all_to_all(received, rows.contiguous(), receive_counts, send_counts, group=group)
     return received

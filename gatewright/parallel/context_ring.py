@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gatewright.model.attention_slices import SliceAttention
 from gatewright.packing.exchange_ring import Pair, RingExchange
+from gatewright.parallel.collectives import wait
 from gatewright.parallel.context import rows_of
 
 
@@ -120,8 +121,7 @@ class _Passing:
     works: list[dist.Work]
 
     def arrived(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        wait(self.works, self.coming.device)
         return self.coming
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gatewright.model.experts import Rows, run_experts
+from gatewright.parallel.collectives import all_to_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Dispatch:
         sent_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1)).long()
         sent_GL = sent_E.view(self.ranks, -1)
         received_GL = torch.empty_like(sent_GL)
-        dist.all_to_all_single(received_GL, sent_GL, group=self.group)
+        all_to_all(received_GL, sent_GL, group=self.group)
         # The one point where the layer waits for the device: the sizes of the exchange are host numbers.
         sent, received = torch.stack([sent_GL.sum(dim=1), received_GL.sum(dim=1)]).tolist()
         return Route(sent, received, self.group), received_GL
@@ -108,5 +109,5 @@ class _SendWeights(torch.autograd.Function):
 
 def _exchange(rows: Tensor, out_sizes: list[int], in_sizes: list[int], group: dist.ProcessGroup) -> Tensor:
     received = rows.new_empty(sum(in_sizes), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), in_sizes, out_sizes, group=group)
+    all_to_all(received, rows.contiguous(), in_sizes, out_sizes, group=group)
     return received

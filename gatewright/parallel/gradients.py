@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from gatewright.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import Ranks
 
@@ -122,7 +123,7 @@ class Gradients:
             owned = zip((share.owned for share in bucket.shares), sizes, strict=True)
             mine = torch.cat([F.pad(elements, (0, size - elements.numel())) for elements, size in owned])
             every = mine.new_empty(bucket.parts * len(mine))
-            dist.all_gather_into_tensor(every, mine, group=bucket.shard)
+            all_gather(every, mine, group=bucket.shard)
             for share, part in zip(bucket.shares, every.view(bucket.parts, -1).split(sizes, dim=1), strict=True):
                 share.weight.view(-1).copy_(part.reshape(-1)[: share.weight.numel()])
 
@@ -151,9 +152,9 @@ class Gradients:
             summed = summed[0]
         else:
             full, summed = summed.view(-1), summed.new_empty(sum(sizes))
-            dist.reduce_scatter_tensor(summed, full, group=bucket.shard)
+            reduce_scatter(summed, full, group=bucket.shard)
         for group in bucket.copies:
-            dist.all_reduce(summed, group=group)
+            all_reduce(summed, group=group)
         for share, part in zip(bucket.shares, summed.split(sizes), strict=True):
             _keep(share, part, adds=bucket.shard is not None)
 

@@ -48,7 +48,10 @@ class Layout:
 
 
 def layout_of(parallel: Parallel | Literal["auto"], *, ranks: int) -> Layout:
-    """The layout a run file asks for on so many ranks; auto replicates. Raises RunFileError for one that cannot be."""
+    """The layout a run file asks for on so many ranks; auto, where the planner was not asked, replicates.
+
+    Raises RunFileError for one that cannot be.
+    """
     if parallel == "auto":
         return Layout(ranks=ranks)
     if isinstance(parallel.cp, int) and ranks % parallel.cp:

@@ -20,6 +20,8 @@ class Place:
     local_rank: int
     address: str
     port: int
+    local_size: int = 1
+    """Processes of the job on this node."""
 
 
 ALONE = Place(rank=0, size=1, local_rank=0, address="localhost", port=0)
@@ -35,16 +37,20 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
             rank=_number(environment, "RANK"),
             size=_number(environment, "WORLD_SIZE"),
             local_rank=_number(environment, "LOCAL_RANK"),
+            local_size=_number(environment, "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environment else "WORLD_SIZE"),
             address=_text(environment, "MASTER_ADDR"),
             port=_number(environment, "MASTER_PORT"),
         )
     # Inside sbatch, but outside srun, SLURM_PROCID is there too: only a step has SLURM_STEP_NUM_TASKS.
     if "SLURM_STEP_NUM_TASKS" in environment and _number(environment, "SLURM_STEP_NUM_TASKS") > 1:
+        tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+        nodes = _number(environment, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in environment else 1
         job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
         return Place(
             rank=_number(environment, "SLURM_PROCID"),
-            size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+            size=tasks,
             local_rank=_number(environment, "SLURM_LOCALID"),
+            local_size=-(-tasks // nodes),
             address=environment.get("MASTER_ADDR") or first_host(_text(environment, "SLURM_STEP_NODELIST")),
             port=int(environment.get("MASTER_PORT") or PORTS[(31 * job + step) % len(PORTS)]),
         )

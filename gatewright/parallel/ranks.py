@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gatewright.parallel.collectives import all_reduce
 from gatewright.parallel.groups import GroupPool
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.place import ALONE, Place
+from gatewright.spec.errors import RunFileError
 
 SHARD = "shard"
 T = TypeVar("T")
@@ -76,7 +78,7 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on every rank, of a tensor on the CPU or the device; the tensor is overwritten."""
         if not self.alone:
-            dist.all_reduce(values)
+            all_reduce(values)
         return values
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -166,12 +168,27 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if on_gpu else None,
     )
+    _refuse_difference(layout, place.size)
     mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=("copy", "edp", "ep"))
     dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
     pool = GroupPool(rank=place.rank, ranks=place.size, device=device) if layout.cuts else None
     yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense, pool=pool)
     # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
     dist.destroy_process_group()
+
+
+def _refuse_difference(layout: Layout, size: int) -> None:
+    """Raises RunFileError, on every rank, where ranks were started for different layouts: they would never meet."""
+    every: list[Layout | None] = [None] * size
+    dist.all_gather_object(every, layout)
+    first, found = every[0], {item: rank for rank, item in reversed(list(enumerate(every))) if item}
+    other = next((item for item in found if item != first), None)
+    if first is not None and other is not None:
+        raise RunFileError(
+            f"parallel: rank 0 is to run {first.describe()}, rank {found[other]} {other.describe()}; the ranks read "
+            "different run files, or have different GPUs, for which auto chooses differently. Write the layout into "
+            "the run file"
+        )
 
 
 def _set_diagnostics() -> None:

@@ -14,6 +14,8 @@ from gatewright.spec.hardware import GIB, Gpu, Price
 from gatewright.spec.shape import ModelShape
 
 CATALOG = Path(__file__).parent.parent / "catalog"
+DEVICE_TOLERANCE = 0.03
+"""Drivers differ in what they keep of a device's memory for themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +126,17 @@ def gpu(row: Mapping[str, Any]) -> Gpu:
         network=row["network"],
         per_node=row["per_node"],
         source=row["source"],
+        device_names=tuple(row["device_names"]),
         prices=tuple(Price(**price) for price in row["prices"]),
     )
+
+
+def find_device(name: str, *, memory_bytes: int) -> Gpu | None:
+    """The GPU that torch calls so; None where none is, or where it has another memory, as a slice of one has."""
+    for item in gpus():
+        if name in item.device_names and abs(memory_bytes - item.memory_bytes) <= DEVICE_TOLERANCE * item.memory_bytes:
+            return item
+    return None
 
 
 def find_gpu(name: str) -> Gpu:

@@ -11,6 +11,7 @@ ADVICE = Rules()
     title="sharding 4-bit weights",
     version="bitsandbytes 0.43 and later",
     source="PEFT docs, FSDP-QLoRA",
+    backends=("transformers", "deepspeed", "deepspeed-autoep", "fsdp1", "fsdp2"),
 )
 def four_bit_with_fsdp(at: Setting) -> str:
     if at.job.storage in ("nf4", "nf4_double") and at.job.layout.sharding in SHARDS_WEIGHTS:

@@ -361,9 +361,9 @@ def step_parts(at: Stage) -> list[Part]:
 
 def save_parts(at: Stage) -> list[Part]:
     """Tensors go to the host one block at a time; adapters go whole."""
-    parts = resident_parts(at)
+    parts, held_whole = resident_parts(at), at.policy.whole_beside_fsdp and at.job.layout.ep == 1
     if at.job.method == "full":
         parts.append(part("gathered weights", gathered_block(at.job, at.policy, at.held)))
-    elif at.job.layout.shards > 1:
+    elif at.job.layout.shards > 1 and not held_whole:
         parts.append(part("gathered adapters", at.states.adapter_count * at.types.weight))
     return parts

@@ -19,8 +19,14 @@ def largest_block(held: Held, size: Callable[[Share], float]) -> float:
 
 def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
     """Full weights of one tensor group as they travel: the compute type, small formats as they are stored."""
-    stored = item.parameters * COMPUTE_BYTES if item.trains else weight_bytes(job, policy, item)
-    return stored + item.adapters * COMPUTE_BYTES
+    whole = policy.whole_beside_fsdp and job.method != "full"
+    if item.trains:
+        return 0.0 if whole else item.parameters * COMPUTE_BYTES
+    if policy.packed_by_matrix and quantizes(job, item.group):
+        stored = (item.parameters - item.matrices) * COMPUTE_BYTES
+    else:
+        stored = weight_bytes(job, policy, item)
+    return stored + (0.0 if whole else item.adapters * COMPUTE_BYTES)
 
 
 def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> float:
@@ -101,7 +107,7 @@ def largest_tensor(item: Share) -> float:
 
 
 def dequantised_bytes(job: Job, policy: Policy, held: Held) -> float:
-    """The largest matrix of a block in the compute type, where weights are stored in few bits."""
+    """The largest matrix of a block in the compute type, where weights are in few bits; and its gathered bytes."""
     if job.method == "full":
         return 0.0
     largest = 0.0
@@ -109,10 +115,12 @@ def dequantised_bytes(job: Job, policy: Policy, held: Held) -> float:
         if not quantizes(job, item.group):
             continue
         divisor = item.group.parameters / max(item.parameters, 1)
+        divided = policy.packed_by_matrix and item.shards > 1 and job.layout.sharding in FULLY_SHARDED
+        gathered = weight_bytes(job, policy, item) / item.parameters if divided else 0.0
         for linear in item.group.linears:
             one = linear.copies if item.group.role == EXPERTS and policy.experts == "loop" else 1
-            largest = max(largest, linear.weights / divisor / one)
-    return COMPUTE_BYTES * largest
+            largest = max(largest, (COMPUTE_BYTES + gathered) * linear.weights / divisor / one)
+    return largest
 
 
 def visiting_experts(job: Job, policy: Policy, held: Held) -> float:

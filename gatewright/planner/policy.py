@@ -85,8 +85,12 @@ class Policy:
     """Blocks whose full weights are on the rank at one time (FSDP, ZeRO-3)."""
     root_released: bool = False
     """FSDP gathers the embedding and the head for their own use alone, not with each other nor across the loss."""
+    packed_by_matrix: bool = False
+    """Weights in few bits are gathered for one product at a time: a matrix, or the experts' stack of one."""
     fsdp_skips_experts: bool = False
     """Experts are divided by EP alone, FSDP leaves them whole."""
+    whole_beside_fsdp: bool = False
+    """FSDP leaves adapters, and weights that train beside them, whole on every rank; it divides gradients and state."""
     accumulates_unsharded: bool = False
     """Between micro-batches FSDP keeps gradients unsharded (no_sync)."""
     loads_whole_model: bool = False

@@ -4,12 +4,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from gatewright.packing.flops import ATTENTION_PASSES, ModelFlops
 from gatewright.planner.job import Job
 from gatewright.planner.memory_states import kinds_of, shares, states, weight_bytes
 from gatewright.planner.policy import find_policy
 from gatewright.spec.hardware import Cluster
 from gatewright.spec.plan import TimeEstimate
-from gatewright.spec.shape import Attention, ModelShape, TensorGroup
+from gatewright.spec.shape import ModelShape, TensorGroup
 
 B = 2
 """Bytes of an activation."""
@@ -74,34 +75,49 @@ def estimate_time(
     )
 
 
-def flops_per_token(job: Job) -> tuple[float, float, float]:
-    """(matrix products, attention, recomputation): forward and backward of one token.
+def model_flops(job: Job) -> ModelFlops:
+    """What training takes, recomputation not counted.
 
     The backward pass costs twice the forward where weights train; a frozen weight needs the input's gradient only,
     once. Attention's backward costs 2.5 forwards with a fused kernel, which recomputes the scores.
     """
+    forward, adapters = forward_flops(job)
+    backward = 2.0 if job.method == "full" else 1.0
+    mixers = Counter(layer.attention for layer in job.shape.layers if layer.attention is not None)
+    return ModelFlops(
+        products=forward * (1 + backward) + 3 * adapters,
+        mixers=tuple((layers, mixer) for mixer, layers in mixers.items()),
+    )
+
+
+def forward_flops(job: Job) -> tuple[float, float]:
+    """Forward FLOPs of one token: in the model's matrices, and in the adapters beside them."""
     shape = job.shape
     kinds = kinds_of(shape)
     counts = Counter(index for block in kinds.blocks for index in block)
     counts.update(kinds.outside)
-    forward = sum(count * group_flops(kinds.groups[index]) for index, count in counts.items())
+    forward = float(sum(count * group_flops(kinds.groups[index]) for index, count in counts.items()))
     if shape.tied:
         forward += 2 * shape.vocab * shape.hidden
-    adapters = 0.0
-    if job.adapter is not None:
-        adapters = sum(
-            job.adapter.share(group.role, linear.name)
-            * (2 * job.adapter.rank * (linear.inputs + linear.outputs) * linear.active)
-            for group, linear in shape.linears(job.adapter.roles)
-        )
-    backward = 2.0 if job.method == "full" else 1.0
-    length = job.attention_tokens or job.tokens_per_row
-    mixers = Counter(layer.attention for layer in shape.layers if layer.attention is not None)
-    attention = sum(count * attention_flops(mixer, length) for mixer, count in mixers.items())
-    head = 2 * shape.vocab * shape.hidden
+    if job.adapter is None:
+        return forward, 0.0
+    adapters = sum(
+        job.adapter.share(group.role, linear.name)
+        * (2 * job.adapter.rank * (linear.inputs + linear.outputs) * linear.active)
+        for group, linear in shape.linears(job.adapter.roles)
+    )
+    return forward, adapters
+
+
+def flops_per_token(job: Job) -> tuple[float, float, float]:
+    """(matrix products, attention, recomputation): forward and backward of one token."""
+    flops = model_flops(job)
+    forward, adapters = forward_flops(job)
+    attention = flops.attention(job.attention_tokens or job.tokens_per_row)
+    head = 2 * job.shape.vocab * job.shape.hidden
     repeated = {"none": 0.0, "per_op": 0.3, "alternate": 0.5, "full": 1.0}[job.checkpointing]
     again = repeated * (forward - head + attention + adapters)
-    return forward * (1 + backward) + 3 * adapters, attention * 3.5, again
+    return flops.products, attention * ATTENTION_PASSES, again
 
 
 def knee_tokens(shape: ModelShape, *, tokens: int = 8192) -> int:
@@ -118,22 +134,6 @@ def knee_tokens(shape: ModelShape, *, tokens: int = 8192) -> int:
 
 def group_flops(group: TensorGroup) -> int:
     return sum(linear.flops_per_token for linear in group.linears)
-
-
-def attention_flops(attention: Attention, length: int) -> float:
-    """Forward FLOPs of one token of a document of `length` tokens: half the square, within the window."""
-    if attention.kind == "linear":
-        return 6.0 * attention.heads * attention.qk_dim * attention.v_dim
-    keys = length / 2
-    if attention.window_tokens is not None:
-        window = attention.window_tokens
-        keys = min(keys, window if length > window else length / 2)
-    if attention.index_top_k is not None:
-        keys = min(keys, attention.index_top_k)
-    if attention.compression > 1:
-        keys = keys / attention.compression + (attention.window_tokens or 0)
-    indexer = 2.0 * attention.index_heads * attention.index_dim * (length / 2 / attention.compression)
-    return 2.0 * attention.heads * (attention.qk_dim + attention.v_dim) * keys + indexer
 
 
 def weight_traffic_s(job: Job, cluster: Cluster) -> float:

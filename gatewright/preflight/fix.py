@@ -21,7 +21,7 @@ _SHORT = {
     "dependency": "d",
     "array": "a",
 }
-_VALUE = r"""("[^"\n]*"|'[^'\n]*'|\[[^\]\n]*\]|[^\s,#}\\]+)"""
+_VALUE = r"""("[^"\n]*"|'[^'\n]*'|\[[^\]\n]*\]|(?:\$\{[^}\n]*\}|[^\s,#}\\])+)"""
 
 
 def diff(source: Source, edits: Iterable[Edit]) -> str:

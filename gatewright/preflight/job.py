@@ -204,6 +204,8 @@ class Job:
     tasks_per_node: Count = Written()
     gpus_per_node: Count = Written()
     cpus_per_task: Count = Written()
+    asks_cores: Flag = Written()
+    """By an option that does not say how many a task: --exclusive, --cpus-per-gpu."""
     memory_bytes: Count = Written()
     partition: Word = Written()
     signal: Word = Written()

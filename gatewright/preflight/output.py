@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from itertools import takewhile
 from typing import Any
 
 from gatewright import __version__
@@ -26,7 +27,7 @@ def render_text(verdict: Verdict, *, width: int = WIDTH) -> str:
         if repair := repairs.get(finding.code):
             changed = "".join(diffs(verdict, [repair]).values())
             lines = [line for line in changed.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-            parts[-1] += "".join(f"\n    {line}"[: width + 1] for line in lines)
+            parts[-1] += "".join(f"\n    {line}" for line in _around_the_change(lines, width - 4))
     parts.append(_unread(verdict, width))
     parts += [textwrap.fill(f"Not judged: {text}", width) for text in verdict.unjudged]
     parts.append(_tail(verdict))
@@ -46,6 +47,16 @@ def _paragraph(finding: Finding, width: int) -> str:
     body = "\n".join(textwrap.fill(line, **fill) for line in finding.text.splitlines())  # type: ignore[arg-type]
     fixes = [textwrap.fill(f"→ {text}", width, initial_indent="  ", subsequent_indent="    ") for text in finding.fix]
     return "\n".join([first, body, *fixes])
+
+
+def _around_the_change(lines: list[str], width: int) -> list[str]:
+    """Lines of a diff cut to the width; where they are long, from shortly before the place in which they differ."""
+    if all(len(line) <= width for line in lines):
+        return lines
+    pairs = zip(lines[0][1:], lines[-1][1:], strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) if len(lines) > 1 else 0
+    begin = max(0, same - width // 2)
+    return [f"{line[0]}{'…' if begin else ''}{line[1 + begin :]}"[:width] for line in lines]
 
 
 def _unread(verdict: Verdict, width: int) -> str:
@@ -134,7 +145,12 @@ def as_github(verdict: Verdict) -> str:
 def _annotation(finding: Finding) -> str:
     place = finding.places[0] if finding.places else None
     where = f"file={_property(place.file)},line={max(1, place.line)}," if place else ""
-    text = " ".join([finding.text, *finding.fix]).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    text = (
+        "\n".join([finding.text, *(f"→ {fix}" for fix in finding.fix)])
+        .replace("%", "%25")
+        .replace("\r", "%0D")
+        .replace("\n", "%0A")
+    )
     return f"::{_GITHUB[finding.severity]} {where}title={finding.code} {finding.name}::{text}"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gatewright.model.attention_slices import attend_slices
-from gatewright.packing.cost import ATTENTION_PASSES
+from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.packing.schedule import mirrored
 from gatewright.packing.schedule_score import even_shares
 from gatewright.probe.attention import Heads, heads_of

@@ -99,14 +99,17 @@ def architecture_of(index: int) -> str:
 
 def runs(architecture: str, built: list[str]) -> bool:
     """Whether a build for these architectures has code for this one: its own, of an earlier minor version, or PTX."""
-    names = {
-        name.partition(":")[0].rstrip("af") if name.startswith("sm_") else name.partition(":")[0] for name in built
-    }
-    if architecture in names or not architecture.startswith("sm_"):
+    names = {name.partition(":")[0] for name in built}
+    if not architecture.startswith("sm_"):
         return architecture in names
     number = int(architecture[3:])
-    same_major = any(n.startswith("sm_") and int(n[3:]) // 10 == number // 10 and int(n[3:]) <= number for n in names)
-    return same_major or any(n.startswith("compute_") and int(n[8:].rstrip("af")) <= number for n in names)
+    if number in {int(name[3:].rstrip("af")) for name in names if name.startswith("sm_")}:
+        return True
+    # code for sm_90a runs there alone; of another minor version only plain and family code does
+    earlier = [int(n[3:].rstrip("f")) for n in names if n.startswith("sm_") and not n.endswith("a")]
+    same_major = any(other // 10 == number // 10 and other <= number for other in earlier)
+    ptx = [int(n[8:]) for n in names if n.startswith("compute_") and n[8:].isdecimal()]
+    return same_major or any(other <= number for other in ptx)
 
 
 def product_error(device: torch.device) -> float:

@@ -18,18 +18,15 @@ NVIDIA_FIELDS = (
     "temperature.gpu",
     "power.limit",
     "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_thermal_slowdown",
-    "clocks_throttle_reasons.hw_power_brake_slowdown",
-    "clocks_throttle_reasons.sw_thermal_slowdown",
 )
+SLOWDOWNS = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 REASONS = ("hardware thermal slowdown", "power brake", "software thermal slowdown")
 ROCM_OPTIONS = ("--showdriverversion", "--showclocks", "--showtemp", "--showmaxpower", "--json")
 
 
 def measure_driver(wanted: Wanted) -> tuple[str, list[dict[str, object]]]:
     if tool := shutil.which("nvidia-smi"):
-        query = f"--query-gpu={','.join(NVIDIA_FIELDS)}"
-        states = read_nvidia(said(tool, query, "--format=csv,noheader,nounits"))
+        states = read_nvidia(ask_nvidia(tool))
     elif tool := shutil.which("rocm-smi"):
         states = read_rocm(said(tool, *ROCM_OPTIONS))
     else:
@@ -39,6 +36,21 @@ def measure_driver(wanted: Wanted) -> tuple[str, list[dict[str, object]]]:
     held = [f"GPU {state.index}: {state.throttled}" for state in states if state.throttled]
     text = f"{len(states)} GPUs, driver {states[0].driver}"
     return text + (f"; clocks held back: {'; '.join(held)}" if held else ""), [asdict(state) for state in states]
+
+
+def ask_nvidia(tool: str) -> str:
+    """One line a GPU, with the slowdowns by the names that this driver knows. Raises OSError."""
+
+    def ask(prefix: str) -> str:
+        fields = (*NVIDIA_FIELDS, *(f"{prefix}.{name}" for name in SLOWDOWNS))
+        return said(tool, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+
+    try:
+        return ask("clocks_event_reasons")
+    except OSError as refused:
+        if "not a valid field" not in str(refused):
+            raise
+        return ask("clocks_throttle_reasons")  # before driver 535
 
 
 def said(tool: str, *options: str) -> str:
@@ -73,8 +85,9 @@ def read_nvidia(text: str) -> list[DeviceState]:
 
 
 def read_rocm(text: str) -> list[DeviceState]:
-    """JSON of rocm-smi: one object a card; its keys are words for people, and differ between versions."""
-    cards = json.loads(text)
+    """JSON of rocm-smi: one object a card; its keys are words for people, and differ between versions. A warning may
+    stand before it (cards in a low-power state)."""
+    cards = json.loads(text[max(0, text.find("{")) :])
     driver = str(cards.get("system", {}).get("Driver version", "unknown"))
     states = []
     for name, card in cards.items():

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from gatewright.model.head import decoder
 from gatewright.model.quantized import QuantizedWeight
 from gatewright.probe.fake import WRAPPERS
 from gatewright.spec.rehearsal import PhaseName
-from gatewright.train.forward import decoder
 
 BLOCK_BYTES = 512
 """The CUDA caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""

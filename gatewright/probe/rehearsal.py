@@ -13,7 +13,9 @@ from gatewright.data.batch import IGNORED, Batch
 from gatewright.model import attention
 from gatewright.model.adapters import add_adapters, train_weights
 from gatewright.model.head import head_of
-from gatewright.model.load import put_seams, read_config
+from gatewright.model.load import put_seams, read_config, remade_rows
+from gatewright.model.quantized_divided import Shares
+from gatewright.model.quantized_load import quantizable
 from gatewright.model.recompute import recompute
 from gatewright.parallel.apply import divider, settle, spread_gradients
 from gatewright.parallel.collect import divided_stacks
@@ -62,7 +64,7 @@ def rehearse(
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
     refuse_unsupported(run)
-    refuse_what_fakes_cannot(run, layout)
+    refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
@@ -84,14 +86,9 @@ def rehearse(
         )
 
 
-def refuse_what_fakes_cannot(run: Run, layout: Layout) -> None:
+def refuse_what_fakes_cannot(run: Run) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
     method, router = run.method, run.router
-    if method.quantize != "none" and (layout.ep > 1 or layout.dense == "zero3"):
-        raise RunFileError(
-            f"rehearsal: method.quantize {method.quantize}: a base in few bits cannot be divided over ranks yet; set "
-            "parallel.ep: 1 and dense: replicate or zero2"
-        )
     if router.balance or router.z:
         raise RunFileError(
             "rehearsal: router.balance and router.z need the router's score function, which is told from values; set "
@@ -156,13 +153,14 @@ def build(
         attn_implementation=attention.NAME,
         trust_remote_code=run.model.trust_remote_code,
     )
-    if (divide := divider(ranks)) is not None:
-        divide(model)
-        model.tie_weights()  # as the loader does after it
     put_seams(model, source=run.model.path)
+    packed = quantizable(model) if run.method.quantize == "nf4" else set()
+    shares: Mapping[str, Shares] = {}
+    if (divide := divider(ranks)) is not None:
+        shares = divide(model, packed, () if packed else remade_rows(model))
+        model.tie_weights()  # as the loader does after it
     settle(model, ranks)
-    if run.method.quantize == "nf4":
-        store_nf4(model)
+    store_nf4(model, packed, shares)
     if ranks.layout.ep > 1:
         assume_routing(model, load=expert_load)
     adapter = run.method.adapter

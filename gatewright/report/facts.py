@@ -9,6 +9,7 @@ from gatewright.report.series import Series
 from gatewright.report.summary import Answer, Report, wilson_interval
 from gatewright.spec.event import DataLoaded, Evaluated, GateChecked, ModelLoaded
 
+_RANKS_SHOWN = 8
 Fact = tuple[str, str]
 """Label and value."""
 
@@ -99,9 +100,37 @@ def throughput(report: Report) -> list[Fact]:
         ("micro-batches per step", units.decimal(totals.micro_batches / totals.steps, digits=3)),
         ("peak memory", f"{units.memory(totals.peak_memory_bytes)} ({memory_kind(report)})"),
     ]
+    facts += ranks(report)
     if report.loads:
         facts.append(("tokens dropped by experts", units.count(totals.dropped_tokens)))
     return facts
+
+
+def ranks(report: Report) -> list[Fact]:
+    """How well the devices were used, and how evenly; what was not measured is left out."""
+    totals, facts = report.totals, []
+    if totals.median_mfu is not None:
+        facts.append(("MFU, median of steps", units.share(totals.median_mfu)))
+    if totals.ranks == 1:
+        return facts
+    facts.append(("tokens/s a rank, median", units.count(totals.median_tokens_per_s / totals.ranks)))
+    if totals.median_spread is not None and totals.worst_spread is not None:
+        spread = f"{totals.median_spread:.2f} × the median rank's own work; worst step {totals.worst_spread:.2f} ×"
+        facts.append(("slowest rank", spread))
+    if totals.mean_wait_share is not None:
+        facts.append(("time in collectives, mean", units.share(totals.mean_wait_share)))
+    facts.append((f"peak by rank, {memory_kind(report)}", _by_rank(totals.rank_memory_bytes)))
+    if any(totals.rank_reserved_bytes):
+        facts.append(("peak by rank, reserved", _by_rank(totals.rank_reserved_bytes)))
+    return facts
+
+
+def _by_rank(sizes: tuple[int, ...]) -> str:
+    """Each size where they are few, else the range and whose the largest is."""
+    if len(sizes) <= _RANKS_SHOWN:
+        return ", ".join(map(units.memory, sizes))
+    fullest = max(range(len(sizes)), key=sizes.__getitem__)
+    return f"{units.memory(min(sizes))} to {units.memory(sizes[fullest])} (rank {fullest}), {len(sizes)} ranks"
 
 
 def memory_kind(report: Report) -> str:
@@ -203,7 +232,8 @@ def machine(report: Report) -> list[Fact]:
     if report.start is None:
         return []
     versions = ", ".join(f"{name} {version}" for name, version in report.start.versions.items())
-    return [("device", report.start.device), ("versions", versions)]
+    spread = [("layout", f"{report.layout.layout}: {report.layout.reason}")] if report.layout else []
+    return [("device", report.start.device), *spread, ("versions", versions)]
 
 
 def split_name(split: DataLoaded) -> str:

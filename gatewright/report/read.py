@@ -19,6 +19,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     RouterHealth,
@@ -60,6 +61,10 @@ class _Columns:
         self.step, self.tokens, self.memory_bytes = array("q"), array("q"), array("q")
         self.loss, self.lr, self.grad_norm = array("d"), array("d"), array("d")
         self.step_s, self.busiest = array("d"), array("d")
+        self.mfu, self.spread, self.wait_share = array("d"), array("d"), array("d")
+        self.ranks = 1
+        self.rank_memory_bytes: list[int] = []
+        self.rank_reserved_bytes: list[int] = []
         self.target_tokens = self.micro_batches = self.dropped_tokens = 0
         self.data_s = self.forward_s = self.backward_s = self.optimizer_s = 0.0
 
@@ -79,6 +84,18 @@ class _Columns:
         self.forward_s += event.forward_s
         self.backward_s += event.backward_s
         self.optimizer_s += event.optimizer_s
+        if event.mfu is not None:
+            self.mfu.append(event.mfu)
+        if event.rank_wait_s:
+            self._add_ranks(event)
+
+    def _add_ranks(self, event: StepDone) -> None:
+        self.ranks = len(event.rank_step_s)
+        self.rank_memory_bytes, self.rank_reserved_bytes = event.rank_memory_bytes, event.rank_reserved_bytes
+        if event.spread is not None:
+            self.spread.append(event.spread)
+        pairs = zip(event.rank_wait_s, event.rank_step_s, strict=True)
+        self.wait_share.extend(wait_s / step_s for wait_s, step_s in pairs if step_s > 0)
 
     def tokens_per_s(self) -> Sequence[float]:
         pairs = zip(self.tokens, self.step_s, strict=True)
@@ -104,6 +121,13 @@ class _Columns:
             peak_memory_bytes=max(self.memory_bytes, default=0),
             median_tokens_per_s=median(self.tokens_per_s()),
             median_step_s=median(self.step_s),
+            ranks=self.ranks,
+            median_mfu=median(self.mfu) if self.mfu else None,
+            median_spread=median(self.spread) if self.spread else None,
+            worst_spread=max(self.spread, default=None),
+            mean_wait_share=math.fsum(self.wait_share) / len(self.wait_share) if self.wait_share else None,
+            rank_memory_bytes=tuple(self.rank_memory_bytes),
+            rank_reserved_bytes=tuple(self.rank_reserved_bytes),
             step_s=math.fsum(self.step_s),
             data_s=self.data_s,
             forward_s=self.forward_s,
@@ -118,6 +142,7 @@ class _Reading:
     def __init__(self) -> None:
         self.columns, self.loads = _Columns(), LoadsInTime()
         self.start: Start | None = None
+        self.layout: LayoutChosen | None = None
         self.model: ModelLoaded | None = None
         self.data: dict[str, DataLoaded] = {}
         self.evaluations: dict[int, Evaluated] = {}
@@ -142,6 +167,8 @@ class _Reading:
         match line.event:
             case Start() as start:
                 self._start(start)
+            case LayoutChosen() as layout:
+                self.layout = layout
             case ModelLoaded() as model:
                 self.model = model
             case DataLoaded() as data:
@@ -195,6 +222,7 @@ class _Reading:
             read_at=now,
             start=self.start,
             processes=len(self.processes.all),
+            layout=self.layout,
             model=self.model,
             data=tuple(sorted(self.data.values(), key=lambda data: data.split != "train")),
             curves=self.columns.curves(routed=loads is not None),

@@ -12,6 +12,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     RouterHealth,
@@ -50,6 +51,18 @@ class Totals:
     forward_s: float
     backward_s: float
     optimizer_s: float
+    ranks: int = 1
+    """Of the last step."""
+    median_mfu: float | None = None
+    """None where no step says it."""
+    median_spread: float | None = None
+    worst_spread: float | None = None
+    """Slowest rank's own work over the median, of steps on many ranks."""
+    mean_wait_share: float | None = None
+    """Part of a step that a rank spent in collectives, over all ranks and steps."""
+    rank_memory_bytes: tuple[int, ...] = ()
+    """Peak of each rank of the last step; empty for one process."""
+    rank_reserved_bytes: tuple[int, ...] = ()
 
     @property
     def other_s(self) -> float:
@@ -86,6 +99,8 @@ class Report:
     start: Start | None
     """Of the last process."""
     processes: int
+    layout: LayoutChosen | None
+    """Of the last process on many ranks."""
     model: ModelLoaded | None
     data: tuple[DataLoaded, ...]
     """One a split, train first."""

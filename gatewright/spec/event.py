@@ -5,6 +5,7 @@ fields are those of the dataclass of that kind. A reader skips kinds and fields 
 """
 
 from dataclasses import dataclass, field
+from statistics import median
 
 EVENT_VERSION = 1
 
@@ -22,6 +23,17 @@ class Start:
     """Last step of the checkpoint it continues from; step events after it, written earlier, are void."""
     steps: int
     """Optimizer steps of the whole run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChosen:
+    """How a run is spread over its ranks; written by runs on many."""
+
+    ranks: int
+    layout: str
+    """In words: `8 ranks: ep 8, zero2`."""
+    reason: str
+    """As the run file says, or why the planner chose it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +116,40 @@ class StepDone:
     """step_s of each rank; empty for one process."""
     rank_memory_bytes: list[int] = field(default_factory=list)
     """memory_bytes of each rank; empty for one process."""
+    reserved_bytes: int = 0
+    """Peak so far of what the allocator has taken from the GPU; 0 on a CPU."""
+    rank_reserved_bytes: list[int] = field(default_factory=list)
+    """reserved_bytes of each rank; empty for one process."""
+    rank_data_s: list[float] = field(default_factory=list)
+    """data_s of each rank; empty for one process."""
+    rank_wait_s: list[float] = field(default_factory=list)
+    """Part of step_s that each rank spent in collectives, transfers and waiting for others; empty for one process."""
+    mfu: float | None = None
+    """Model FLOPs over what all devices could have done in step_s; None where a rate or the model is not known."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
     exchanges: dict[str, int] = field(default_factory=dict)
     """Micro-batches by the exchange they made, such as `heads over 2`; `whole`: no document cut. Empty without CP."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_s_rank(self) -> float:
+        return self.tokens_per_s / max(1, len(self.rank_step_s))
+
+    @property
+    def spread(self) -> float | None:
+        """The slowest rank's own work over the median: step_s without what was spent in collectives.
+
+        None for one process. The steps themselves are as long as the slowest on every rank, which the others wait for.
+        """
+        if not self.rank_wait_s:
+            return None
+        work_s = [step_s - wait_s for step_s, wait_s in zip(self.rank_step_s, self.rank_wait_s, strict=True)]
+        return max(work_s) / median(work_s) if median(work_s) > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +282,7 @@ class GateChecked:
 
 Event = (
     Start
+    | LayoutChosen
     | ModelLoaded
     | DataLoaded
     | StepDone
@@ -255,6 +298,7 @@ Event = (
 
 KINDS: dict[str, type[Event]] = {
     "start": Start,
+    "layout": LayoutChosen,
     "model": ModelLoaded,
     "data": DataLoaded,
     "step": StepDone,

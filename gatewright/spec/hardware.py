@@ -59,6 +59,8 @@ class Gpu:
     """GPUs in the usual node."""
     source: str
     """Data sheet of the rates."""
+    device_names: tuple[str, ...] = ()
+    """What torch calls the device."""
     prices: tuple[Price, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gatewright.spec.run import Run
+from gatewright.spec.schema import run_schema
 
 Schema = Mapping[str, Any]
 """A JSON Schema, or a part of one."""
@@ -94,7 +94,7 @@ class Key:
 @cache
 def run_keys() -> dict[str, Key]:
     """Every key by its dotted path; the run file itself is ''."""
-    schema = Run.model_json_schema()
+    schema = run_schema()
     return {key.path: key for key in _walk(schema, "", schema["$defs"])}
 
 

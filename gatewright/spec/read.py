@@ -13,6 +13,7 @@ from gatewright.spec.errors import RunFileError
 from gatewright.spec.keys import nearest, run_keys, suggest
 from gatewright.spec.mistakes import bare_word_mistakes, describe, validation_mistakes
 from gatewright.spec.run import Run
+from gatewright.spec.schema import run_schema
 
 MAX_BYTES = 2**20
 MAX_MISTAKES = 20
@@ -60,7 +61,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of a run file, for editors; descriptions are the docs of the keys."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Run.model_json_schema(),
+        **run_schema(),
         "title": "Gatewright run file",
     }
 

@@ -16,9 +16,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 class Section(BaseModel):
     """A section of the run file: unknown keys are errors, values are never coerced across types."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):

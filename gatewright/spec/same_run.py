@@ -13,12 +13,13 @@ MAY_CHANGE = (
     "evaluate",
     "parallel.",
     "parallel",
+    "router.placement",
     "track",
     "runs_dir",
     "hardware",
     "cluster",
 )
-"""Fields that a resumed run may change: none of them moves a weight (`parallel`: by more than rounding)."""
+"""Fields that a resumed run may change: none of them moves a weight (layout and placement: by more than rounding)."""
 
 
 def may_change(field: str) -> bool:

@@ -8,6 +8,7 @@ from gatewright.spec.event import (
     Finding,
     GateChecked,
     GuardActed,
+    LayoutChosen,
     ModelLoaded,
     ResumeProved,
     StepDone,
@@ -28,6 +29,8 @@ def announcement(event: Event) -> list[str]:
             return model_lines(event)
         case ResumeProved():
             return [resume_line(event)]
+        case LayoutChosen():
+            return [f"layout    {event.layout}: {event.reason}"]
         case GateChecked():
             return [gate_line(event)]
         case _:
@@ -103,15 +106,25 @@ def _mib(count: int) -> str:
 
 
 def step_line(done: StepDone, *, steps: int, eta_s: float, moe_layers: list[int]) -> str:
-    """E.g. `step  12/120  loss 1.8342  lr 9.8e-04  1,204 tok/s  eta 3:41  mem 2.1 GiB  drop 0  worst 1.9x L7`."""
+    """E.g. `step  12/120  loss 1.8342  lr 9.8e-04  1,204 tok/s  eta 3:41  mem 2.1 GiB  drop 0  worst 1.9x L7`.
+
+    Many ranks: tokens/s of each too, the fullest rank's memory, the longest wait in collectives as a share of the step,
+    and the slowest rank's own work over the median.
+    """
     columns = [
         f"step {done.step:>{len(str(steps))}}/{steps}",
         f"loss {done.loss:.4f}",
         f"lr {done.lr:.1e}",
-        f"{done.tokens / done.step_s:,.0f} tok/s",
+        f"{done.tokens_per_s:,.0f} tok/s",
+        *([f"({done.tokens_per_s_rank:,.0f} a rank)"] if done.rank_step_s else []),
+        *([f"MFU {done.mfu:.1%}"] if done.mfu is not None else []),
         f"eta {clock(eta_s)}",
-        f"mem {done.memory_bytes / 2**30:.1f} GiB",
+        f"mem {max(done.memory_bytes, *done.rank_memory_bytes, 0) / 2**30:.1f} GiB",
     ]
+    if done.rank_wait_s:
+        wait = max(seconds / step_s for seconds, step_s in zip(done.rank_wait_s, done.rank_step_s, strict=True))
+        columns.append(f"wait {wait:.0%}")
+        columns += [f"spread {done.spread:.2f}x"] if done.spread is not None else []
     if done.expert_tokens:
         ratio, row = worst_load(done.expert_tokens)
         if done.balance_loss is not None:

@@ -13,7 +13,6 @@ from gatewright.data.loader import Cut, Loader
 from gatewright.data.view import DocumentView
 from gatewright.model.per_document import describe
 from gatewright.packing.cost import (
-    ATTENTION_PASSES,
     BYTES,
     EXCHANGES,
     LINEAR_PASSES,
@@ -28,6 +27,7 @@ from gatewright.packing.exchange_gather import Gather
 from gatewright.packing.exchange_heads import HeadExchange
 from gatewright.packing.exchange_plan import Plan, plan
 from gatewright.packing.exchange_ring import RingExchange
+from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.packing.schedule import Slice
 from gatewright.parallel.context import Context, Gathered, Moved
 from gatewright.parallel.context_heads import HeadsDealt
@@ -184,10 +184,10 @@ def fallback(wanted: str, heads: Heads, made: dict[str, int]) -> Finding | None:
 
 
 def exchanges_line(loader: Loader) -> str:
-    """E.g. `; exchanges in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
+    """E.g. `exchange  in step 1: heads over 2 × 3, whole × 1`: micro-batches by what they make; empty without any."""
     if loader.cut is None or loader.ranks == 1:
         return ""
-    return "; exchanges in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
+    return "exchange  in step 1: " + ", ".join(f"{name} × {count}" for name, count in loader.exchanges(0).items())
 
 
 def on_device(batch: Batch, ranks: Ranks) -> Batch:

@@ -32,11 +32,21 @@ def device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"
 
 
+def device_memory_bytes(device: torch.device) -> int:
+    """What the driver says a GPU has; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak so far: bytes allocated on a GPU, resident set of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """Peak so far of what the allocator has taken from a GPU; 0 on a CPU, which has no such pool."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
 def rng_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

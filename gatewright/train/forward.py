@@ -4,16 +4,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gatewright.data.batch import Batch
+from gatewright.model.head import decoder
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Final hidden states [T, H] of one micro-batch, before the language-model head."""
     return decoder(model)(**model_inputs(batch)).last_hidden_state[0]
-
-
-def decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its language-model head; for a Llama 4 text model `base_model` names the model itself."""
-    return model.base_model if model.base_model is not model else model.model
 
 
 def model_inputs(batch: Batch) -> dict[str, object]:

@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 
 from gatewright.model.coverage import write_coverage
+from gatewright.packing.flops import Yardstick
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
 from gatewright.spec.errors import GatewrightError
-from gatewright.spec.event import Event, Finding, Start, Stop
+from gatewright.spec.event import Event, Finding, LayoutChosen, Start, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement
@@ -35,9 +36,10 @@ FINISHED, HOPELESS, SAVED, INTERRUPTED = 0, 3, 85, 130
 ANNOUNCED = "stopping after this step; the run will be saved (Ctrl-C again stops at once)"
 
 
-def train(run: Run, *, console: Console) -> int:
+def train(run: Run, *, console: Console, why: str = "as the run file says", yardstick: Yardstick | None = None) -> int:
     """Trains `run` to its end, going on from its newest sound checkpoint, and returns the exit code.
 
+    `why`: how the run came to its layout, for the record. `yardstick`: what its speed is measured against.
     0: finished, now or earlier. Saved first: 85 when its time was up or it was asked to stop, 130 after Ctrl-C, 3 when
     it cannot finish in the time it has. Errors of the run are raised, after their event.
     """
@@ -45,10 +47,18 @@ def train(run: Run, *, console: Console) -> int:
     place = find_place()
     layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
     with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
-        return _train(run, findings, ranks, console=console)
+        return _train(run, findings, ranks, console=console, why=why, yardstick=yardstick)
 
 
-def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console) -> int:
+def _train(
+    run: Run,
+    findings: list[Finding],
+    ranks: Ranks,
+    *,
+    console: Console,
+    why: str,
+    yardstick: Yardstick | None,
+) -> int:
     """The run on this rank. Only the first rank prints, and writes what is not in pieces; all do everything else."""
     with open_run_folder(run, first=ranks.first) as folder, _events(folder, ranks) as events:
 
@@ -69,10 +79,12 @@ def _train(run: Run, findings: list[Finding], ranks: Ranks, *, console: Console)
 
         for finding in findings:
             log(finding)
+        if not ranks.alone:
+            log(LayoutChosen(ranks=ranks.size, layout=ranks.layout.describe(), reason=why))
         session: Session | None = None
         try:
             with listen(ANNOUNCED, say=say, deadline=Deadline.from_environment()) as stop:
-                session = _open(run, folder, newest, stop, ranks=ranks, log=log, say=say)
+                session = _open(run, folder, newest, stop, ranks=ranks, log=log, say=say, yardstick=yardstick)
                 with closing(session):
                     session.steps()
         except (GatewrightError, KeyboardInterrupt, RuntimeError) as error:
@@ -92,6 +104,7 @@ def _open(
     ranks: Ranks,
     log: Callable[[Event], None],
     say: Callable[[str], None],
+    yardstick: Yardstick | None,
 ) -> Session:
     """Everything set up, and the newest checkpoint taken up where there is one, with the proof that it goes on."""
     trainer = set_up(run, log=log, ranks=ranks)
@@ -99,16 +112,17 @@ def _open(
         write_coverage(trainer.coverage, folder)
     progress = restore(newest.path, trainer=trainer, run=run) if newest else _fresh(trainer)
     log(_start(run, trainer, resumed_step=newest.step if newest else None))
-    if not ranks.alone:
-        say(f"layout    {ranks.layout.describe()}{exchanges_line(trainer.loader)}")
+    if line := exchanges_line(trainer.loader):
+        say(line)
     if proved := prove_resume(trainer, run, progress):
         log(proved)
     if newest:
         say(f"going on after step {progress.step}/{progress.steps}, from {newest.path}")
     trackers = open_trackers(run, folder) if ranks.first else []
     return Session(
-        run=run, folder=folder, trainer=trainer, progress=progress, stop=stop, log=log, say=say, trackers=trackers
-    )
+        run=run, folder=folder, trainer=trainer, progress=progress, stop=stop, log=log, say=say, trackers=trackers,
+        yardstick=yardstick,
+    )  # fmt: skip
 
 
 def _end(progress: Progress, stop: StopRequest, run: Run, *, events: EventLog, say: Callable[[str], None]) -> int:

@@ -51,7 +51,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_b = torch.zeros_like(b_Vr) if wants_b and b_Vr is not None else None
 
         for rows in labelled.split(chunk_tokens):
-            hidden_CH, labels_C = hidden_TH[rows], labels_T[rows]
+            hidden_CH, labels_C = hidden_TH[rows].to(weight_VH.dtype), labels_T[rows]
             low_Cr = None if low_Tr is None else low_Tr[rows]
             logits_CV = head_logits(hidden_CH, weight_VH, bias_V, low_Cr, b_Vr, scale=scale, softcap=softcap).float()
             lse_C = logits_CV.logsumexp(dim=1)
@@ -71,7 +71,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_b += grad_CV.T @ low_Cr
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_CV @ weight_VH
+                grad_hidden[rows] = (grad_CV @ weight_VH).to(grad_hidden.dtype)
             if grad_weight is not None:
                 grad_weight += grad_CV.T @ hidden_CH
             if grad_bias is not None:

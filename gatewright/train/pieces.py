@@ -3,12 +3,13 @@
     state.safetensors                         of one process: every tensor whole
     state-00002-of-00004.safetensors          of rank 2 of 4: whole tensors, and runs of elements of larger ones
 
-A run of elements is stored flat, and the file's header says of which tensor: {"name": {"shape": […], "begin": n}}.
+Runs of elements are stored flat, one after the other, and the file's header says which, and of what tensor:
+{"name": {"shape": […], "runs": [[begin, end], …]}}.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from gatewright.parallel.pieces import Piece
 from gatewright.spec.errors import CheckpointError
+
+Span = Sequence[int]
+"""Elements [begin, end) of a tensor in row order."""
 
 _FILE = re.compile(r"state(?:-(\d+)-of-(\d+))?\.safetensors")
 
@@ -45,7 +49,7 @@ def write_pieces(
     for key, tensor in tensors.items():
         piece = pieces.get(_weight(key))
         if piece is not None and tensor.dim() and tensor.numel() == piece.elements and tensor.shape != piece.shape:
-            header[key] = {"shape": piece.shape, "begin": piece.begin}
+            header[key] = {"shape": piece.shape, "runs": piece.runs}
     flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
     # One entry: with several, safetensors writes them in any order, and equal states would not be equal files.
     save_file(flat, folder / file_name(rank, ranks), {"pieces": json.dumps(header, sort_keys=True)})
@@ -64,14 +68,15 @@ class SavedState:
             raise CheckpointError(f"{folder}: its state files are not those of one run, or not all of them: {names}")
         [self.ranks] = sizes
         self.folder = folder
-        # Tensor name -> (rank whose file has it, shape of the whole tensor, first element)
-        self._places: dict[str, list[tuple[int, tuple[int, ...], int]]] = {}
+        # Tensor name -> (rank whose file has it, shape of the whole tensor, which of its elements)
+        self._places: dict[str, list[tuple[int, tuple[int, ...], Sequence[Span]]]] = {}
         for rank, path in self.files.items():
             with _open(path) as file:
                 header = json.loads((file.metadata() or {}).get("pieces", "{}"))
                 for key in file.keys():  # noqa: SIM118
                     shape = tuple(header[key]["shape"]) if key in header else tuple(file.get_slice(key).get_shape())
-                    self._places.setdefault(key, []).append((rank, shape, header.get(key, {"begin": 0})["begin"]))
+                    runs = header[key]["runs"] if key in header else [(0, prod(shape))]
+                    self._places.setdefault(key, []).append((rank, shape, runs))
 
     def keys(self, prefix: str) -> list[str]:
         """What follows the prefix in the names that begin with it."""
@@ -110,28 +115,41 @@ class SavedState:
             return self.of_rank(rank, name)[name]
         if shape != piece.shape:
             raise CheckpointError(f"{self.folder}: {name} has the shape {shape}, this run's weight {piece.shape}")
-        parts = [self._overlap(name, rank, begin, piece) for rank, _, begin in places]
-        result = torch.empty(piece.elements, dtype=parts[0][1].dtype)
-        for offset, part in parts:
-            result[offset : offset + len(part)] = part
+        result, covered = torch.empty(0), 0
+        for rank, _, runs in places:
+            with _open(self.files[rank]) as file:
+                stored = file.get_slice(name)
+                if not len(result):
+                    result = torch.empty(piece.elements, dtype=_elements(stored, 0, 0).dtype)
+                for at, first, elements in _overlaps(piece.runs, runs):
+                    result[at : at + elements] = _elements(stored, first, first + elements)
+                    covered += elements
         # Ranks write disjoint pieces, so that what is covered can be counted.
-        if (covered := sum(len(part) for _, part in parts)) != piece.elements:
+        if covered != piece.elements:
             raise CheckpointError(
                 f"{self.folder}: {covered:,} of {piece.elements:,} elements of {name} are in its state files"
             )
         return result
 
-    def _overlap(self, name: str, rank: int, begin: int, piece: Piece) -> tuple[int, Tensor]:
-        """(place within the piece, elements) of what one file has of it; only the rows it needs are read."""
-        with _open(self.files[rank]) as file:
-            stored = file.get_slice(name)
-            row = prod(stored.get_shape()[1:]) or 1
-            end = begin + prod(stored.get_shape())
-            first = min(max(piece.begin, begin), end)
-            last = max(min(piece.end, end), first)
-            top, bottom = (first - begin) // row, -(-(last - begin) // row)
-            flat = stored[top:bottom].reshape(-1)
-        return max(first - piece.begin, 0), flat[first - begin - top * row : last - begin - top * row]
+
+def _overlaps(wanted: Sequence[Span], stored: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """(place among the wanted elements, place among the stored ones, how many) of each run of elements in both."""
+    at = 0
+    for begin, end in wanted:
+        place = 0
+        for first, last in stored:
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                yield at + low - begin, place + low - first, high - low
+            place += last - first
+        at += end - begin
+
+
+def _elements(stored: Any, begin: int, end: int) -> Tensor:
+    """Elements [begin, end) of a slice of a file, flat; only the rows that hold them are read."""
+    row = prod(stored.get_shape()[1:]) or 1
+    top, bottom = begin // row, -(-end // row)
+    return stored[top:bottom].reshape(-1)[begin - top * row : end - top * row]
 
 
 def _weight(key: str) -> str:

@@ -2,6 +2,7 @@
 
 import torch
 
+from gatewright.model.experts import find_experts
 from gatewright.router.health import LEAST_EVIDENCE, evidence, evidence_tokens
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import Finding
@@ -34,6 +35,9 @@ def router_findings(control: RouterControl, *, ep: int) -> list[Finding]:
     if (settings.balance or settings.z) and not control.guard.trains:
         text = "the router is frozen: router.balance and router.z reach only the weights that feed it"
         found.append(Finding(severity="warning", text=text))
+    if control.guard.trains and not (settings.balance or settings.bias_rate):
+        text = "the router trains with nothing that balances it: router.balance and router.bias_rate are 0"
+        found.append(Finding(severity="note", text=text))
     idle = [a for a in settings.guard.action if a in ("lower_lr", "freeze", "reset")]
     if idle and not control.guard.trains:
         text = f"router.guard: {', '.join(idle)} will change nothing, since the router is frozen"
@@ -71,7 +75,9 @@ def _outlook(control: RouterControl, factor: float, *, ep: int) -> Finding:
     counts_LE = control.reference.counts_LE.double()
     share_LE = counts_LE / counts_LE.sum(dim=1, keepdim=True)
     pools = ep if per_rank else share_LE.shape[1]
-    share_LP = share_LE.view(len(share_LE), pools, -1).sum(dim=2)
+    experts = find_experts(control.model)
+    order_LE = torch.tensor([experts[router.layer].gatewright_order for router in control.routers])
+    share_LP = share_LE.gather(1, order_LE.to(share_LE.device)).view(len(share_LE), pools, -1).sum(dim=2)
     drop_L = (share_LP - factor / pools).clamp(min=0).sum(dim=1)
     worst = int(torch.argmax(drop_L))
     text = (

@@ -62,7 +62,7 @@ def first_look(model: PreTrainedModel, watch: RouterWatch, probe: list[Batch]) -
     began = time.perf_counter()
     seen = [_routing(model, watch, batch) for batch in probe]
     reference = Reference(
-        weights={r.layer: r.module.weight.detach().float().cpu().clone() for r in watch.routers},
+        weights={r.layer: r.weight.detach().float().cpu().clone() for r in watch.routers},
         scores_TE=[{layer: s.scores_TE.cpu() for layer, s in one.items()} for one in seen],
         index_Tk=[{layer: s.index_Tk.cpu() for layer, s in one.items()} for one in seen],
         counts_LE=torch.stack([_counts(seen, router.layer) for router in watch.routers]).cpu(),
@@ -125,7 +125,7 @@ def _health(
         top1=top1,
         margin=margin,
         lse2=lse2,
-        drift=[_drift(router.module.weight, reference.weights[router.layer]) for router in watch.routers],
+        drift=[_drift(router.weight, reference.weights[router.layer]) for router in watch.routers],
         overlap=overlap,
         kl=kl,
         seconds=time.perf_counter() - began,

@@ -10,13 +10,14 @@ from pathlib import Path
 from gatewright.data.ahead import Ahead
 from gatewright.data.batch import Batch
 from gatewright.model.subset import never_routed_text
+from gatewright.packing.flops import Yardstick
 from gatewright.spec.errors import Diverged, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, StepDone
 from gatewright.spec.run import Parallel, Run
 from gatewright.train import checkpoint
 from gatewright.train.console import evaluation_line, step_line
 from gatewright.train.context import fallback, on_device
-from gatewright.train.device import peak_memory_bytes, rng_state, set_rng_state
+from gatewright.train.device import peak_memory_bytes, reserved_memory_bytes, rng_state, set_rng_state
 from gatewright.train.diverged import explain_divergence
 from gatewright.train.evaluate import evaluate
 from gatewright.train.gate import GateKeeper
@@ -46,6 +47,8 @@ class Session:
     log: Callable[[Event], None]
     say: Callable[[str], None]
     trackers: list[Tracker]
+    yardstick: Yardstick | None = None
+    """What speed is measured against; None where the model's FLOPs or the device's rate are not known."""
     saved_step: int = field(init=False)
     """Step of the newest checkpoint."""
     before: Evaluated | None = field(init=False, default=None)
@@ -92,7 +95,9 @@ class Session:
         index, data_step = self.progress.step, self.progress.step + self.progress.skipped_steps
         began, random = time.perf_counter(), rng_state(trainer.device)
         trainer.ranks.mark(index + 1)
-        batches = [on_device(batch, trainer.ranks) for batch in self.ahead.step(data_step)]
+        made = self.ahead.step(data_step)
+        flops = self.yardstick.flops.of_slices(s for batch in made for s in batch.slices) if self.yardstick else 0.0
+        batches = [on_device(batch, trainer.ranks) for batch in made]
         data_s = time.perf_counter() - began
         lr = learning_rate(index, steps=trainer.steps, train=train)
         router_scale = trainer.router.lr_scale if trainer.router else 0.0
@@ -112,7 +117,8 @@ class Session:
         step_s = time.perf_counter() - began
         self.stop.deadline.step_took(step_s)
         self.recent_step_s.append(step_s)
-        self._tell(self._step_done(result, batches, lr=lr, router_scale=router_scale, step_s=step_s, data_s=data_s))
+        mine = [step_s, data_s, result.wait_s, flops]
+        self._tell(self._step_done(result, batches, lr=lr, router_scale=router_scale, mine=mine))
         self.progress = replace(
             self.progress,
             step=index + 1,
@@ -122,10 +128,14 @@ class Session:
         return result
 
     def _step_done(
-        self, result: StepResult, batches: list[Batch], *, lr: float, router_scale: float, step_s: float, data_s: float
+        self, result: StepResult, batches: list[Batch], *, lr: float, router_scale: float, mine: list[float]
     ) -> StepDone:
-        ranks, memory_bytes = self.trainer.ranks, peak_memory_bytes(self.trainer.device)
-        by_rank = [] if ranks.alone else ranks.gather([step_s, memory_bytes])
+        """The step as an event. `mine`: seconds of the step, in data and in collectives, and FLOPs, of this rank."""
+        ranks, device = self.trainer.ranks, self.trainer.device
+        memory = [peak_memory_bytes(device), reserved_memory_bytes(device)]
+        rows = ranks.gather([*mine, *memory])
+        step_s_R, data_s_R, wait_s_R, flops_R, memory_R, reserved_R = zip(*rows, strict=True)
+        step_s, many = mine[0], not ranks.alone
         return StepDone(
             step=self.progress.step + 1,
             loss=result.loss,
@@ -135,13 +145,18 @@ class Session:
             target_tokens=result.target_tokens,
             micro_batches=len(batches),
             step_s=step_s,
-            data_s=data_s,
+            data_s=mine[1],
             forward_s=result.forward_s,
             backward_s=result.backward_s,
             optimizer_s=result.optimizer_s,
-            memory_bytes=memory_bytes,
-            rank_step_s=[seconds for seconds, _ in by_rank],
-            rank_memory_bytes=[int(count) for _, count in by_rank],
+            memory_bytes=memory[0],
+            reserved_bytes=memory[1],
+            rank_step_s=list(step_s_R) if many else [],
+            rank_data_s=list(data_s_R) if many else [],
+            rank_wait_s=list(wait_s_R) if many else [],
+            rank_memory_bytes=[int(count) for count in memory_R] if many else [],
+            rank_reserved_bytes=[int(count) for count in reserved_R] if many else [],
+            mfu=self.yardstick.mfu(sum(flops_R), seconds=step_s, ranks=ranks.size) if self.yardstick else None,
             dropped_tokens=0 if result.dropped is None else int(result.dropped.sum()),
             expert_tokens=[] if result.expert_tokens is None else result.expert_tokens.tolist(),
             dropped_by_layer=[] if result.dropped is None else result.dropped.tolist(),
@@ -158,7 +173,9 @@ class Session:
         eta_s = statistics.median(self.recent_step_s) * (self.trainer.steps - done.step)
         self.say(step_line(done, steps=self.trainer.steps, eta_s=eta_s, moe_layers=self.trainer.moe_layers))
         shown = {"loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
-        self._track(shown | {"tokens_per_s": done.tokens / done.step_s}, step=done.step)
+        speed = {"tokens_per_s": done.tokens_per_s, "tokens_per_s_rank": done.tokens_per_s_rank}
+        also = {"mfu": done.mfu, "spread": done.spread}
+        self._track(shown | speed | {name: value for name, value in also.items() if value is not None}, step=done.step)
 
     def _tell_of_fallback(self, done: StepDone) -> None:
         """Once, where a micro-batch could not make the exchange that the run file asks for."""

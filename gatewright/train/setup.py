@@ -38,6 +38,7 @@ from gatewright.train.context import AUTO_MICRO_BATCH_TOKENS, context_parallel, 
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
+from gatewright.train.place_experts import place_experts
 from gatewright.train.prove import prove_head, prove_isolation
 from gatewright.train.router import RouterControl
 from gatewright.train.router_findings import router_findings
@@ -82,22 +83,11 @@ def refuse_unsupported(run: Run) -> list[Finding]:
             "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
             "adamw, or parallel.ep: 1 and dense: replicate"
         )
-    if run.router.placement != "contiguous":
+    if run.parallel != "auto" and run.method.adapter and run.parallel.ep > 1 and run.method.adapter.experts:
         raise RunFileError(
-            "router.placement: measured is not in this version; set contiguous. `gatewright router placement` says "
-            "what it would gain"
+            "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
+            "ep: 1, or adapt every expert"
         )
-    if run.parallel != "auto" and run.method.adapter:
-        if run.parallel.dense == "zero3" and run.method.adapter.full:
-            raise RunFileError(
-                "method.adapter.full: weights that train in full beside an adapter cannot be sharded by zero3 yet; set "
-                "parallel.dense to replicate or zero2"
-            )
-        if run.parallel.ep > 1 and run.method.adapter.experts:
-            raise RunFileError(
-                "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
-                "ep: 1, or adapt every expert"
-            )
     return []
 
 
@@ -215,7 +205,7 @@ def _prepare_model(
         kernel=kernel,
         quantize=run.method.quantize,
         note=lambda text: log(Finding(severity="note", text=text)),
-        divide=divider(ranks),
+        divide=divider(ranks, whole=run.adapter.full if run.adapter else ()),
     )
     settle(model, ranks)
     if not find_experts(model):
@@ -223,9 +213,11 @@ def _prepare_model(
     spread = divided_stacks(model, ranks)
     base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
+    if run.router.placement == "measured":
+        log(place_experts(run, model, loader.every_rank(), ranks=ranks))
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
-    spread = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
-    covered = coverage(model, optimizer=run.train.optimizer, spread=spread)
+    parts = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
+    covered = coverage(model, optimizer=run.train.optimizer, spread=parts)
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
@@ -282,7 +274,8 @@ def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
     router = run.router
     asked = {
         "train": router.train, "balance": router.balance, "z": router.z, "bias_rate": router.bias_rate,
-        "capacity": router.capacity != "dropless", "guard.action": router.guard.action,
+        "capacity": router.capacity != "dropless", "placement": router.placement != "contiguous",
+        "guard.action": router.guard.action,
     }  # fmt: skip
     if keys := [f"router.{key}" for key, value in asked.items() if value]:
         raise RunFileError(

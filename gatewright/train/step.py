@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.model.head import Head
 from gatewright.model.routing import count_routing
+from gatewright.parallel.collectives import METER
 from gatewright.parallel.gradients import Gradients
 from gatewright.spec.errors import Diverged
 from gatewright.train.forward import hidden_states
@@ -38,6 +39,8 @@ class StepResult:
     forward_s: float
     backward_s: float
     optimizer_s: float
+    wait_s: float
+    """Of these, in collectives; in the sum of the step's tokens before them too."""
 
 
 def train_step(
@@ -64,6 +67,7 @@ def train_step(
     """
     clock = stopwatch(batches[0].tokens_T.device)
     ranks = gradients.ranks
+    METER.take_s()
     # Here and below, what is summed is summed over all ranks: every number of the step is that of one process.
     counted = ranks.sum(torch.tensor([[batch.tokens, batch.target_tokens] for batch in batches]).sum(dim=0))
     tokens, target_tokens = counted.tolist()
@@ -130,6 +134,7 @@ def train_step(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=optimizer_s,
+        wait_s=METER.take_s(),
     )
 
 

@@ -12,7 +12,7 @@ COMMAND_LINE = tuple(
     PACKAGE / f"{name}.py"
     for name in (
         *("cli", "cli_campaign", "cli_check", "cli_checkpoint", "cli_data", "cli_export", "cli_parity", "cli_plan"),
-        *("cli_probe", "cli_router"),
+        *("cli_probe", "cli_router", "cli_train"),
     )
 )
 """Where a verb imports its part of the house when it is called."""

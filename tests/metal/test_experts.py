@@ -57,6 +57,24 @@ def test_routing_is_counted_once_and_from_the_choice_itself(tmp_path: Path, chec
     assert routing.stacked().sum(dim=1).tolist() == [80, 80]
 
 
+def test_ties_of_bfloat16_are_counted_as_they_were_chosen(tmp_path: Path) -> None:
+    """A second top-k, over probabilities rounded to bfloat16, would count other experts for some tokens."""
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_experts=256, num_experts_per_tok=8)
+    model = load(folder, "bfloat16")
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in (1, 2):
+        gate = model.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda module, inputs, output: seen.append((output[0], output[2])))
+    tokens = torch.randint(0, 90, (1, 400), generator=torch.Generator().manual_seed(3))
+    one = {"position_ids": torch.arange(400)[None], "cu_seq_lens_q": torch.tensor([0, 400]).int()}
+    with torch.no_grad(), count_routing() as routing:
+        model(input_ids=tokens, **one | {"max_length_q": 400})
+    chosen = torch.stack([torch.bincount(index.flatten(), minlength=256) for _, index in seen])
+    again = [logits.bfloat16().softmax(dim=1).topk(8, dim=1).indices for logits, _ in seen]
+    assert torch.equal(routing.stacked(), chosen)
+    assert not torch.equal(torch.stack([torch.bincount(index.flatten(), minlength=256) for index in again]), chosen)
+
+
 def test_an_expert_without_tokens_gets_a_zero_gradient(tmp_path: Path) -> None:
     folder = tiny.save_model("mixtral", tmp_path / "m")
     model = adapted(folder, spec.Adapter(rank=3, targets=["experts"]))

@@ -52,9 +52,12 @@ def quantize(value: Tensor, name: str = "w") -> QuantizedWeight:
 @pytest.mark.parametrize("shape", [(128, 64), (1100, 1024), (4, 64, 96)])
 def test_codes_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    # Flat: bitsandbytes 0.50 reads a matrix whose rows are no whole blocks with wrong absmaxes on a CPU.
-    codes, state = bnb.quantize_4bit(value.view(-1), blocksize=64, compress_statistics=True, quant_type="nf4")
-    assert torch.equal(quantize(value).dense(dtype).view(-1), bnb.dequantize_4bit(codes, state).view(-1))
+    for dense, matrix in zip(
+        quantize(value).dense(dtype).view(-1, *shape[-2:]), value.view(-1, *shape[-2:]), strict=True
+    ):
+        # Flat: bitsandbytes 0.50 reads a matrix whose rows are no whole blocks with wrong absmaxes on a CPU.
+        codes, state = bnb.quantize_4bit(matrix.reshape(-1), blocksize=64, compress_statistics=True, quant_type="nf4")
+        assert torch.equal(dense.reshape(-1), bnb.dequantize_4bit(codes, state).view(-1))
     assert value.numel() > PIECE or shape != (1100, 1024)
 
 
@@ -69,6 +72,21 @@ def test_shapes_that_no_block_divides_are_padded(shape: tuple[int, ...]) -> None
         codes, state = bnb.quantize_4bit(matrix.reshape(-1), blocksize=64, compress_statistics=False, quant_type="nf4")
         # The second quantisation, of the absmaxes, moves them by less than 2 %.
         torch.testing.assert_close(dense, bnb.dequantize_4bit(codes, state).view_as(dense), rtol=0.02, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(6, 64, 96), (4, 128, 1100), (3, 9, 11)])
+def test_an_expert_is_packed_alike_whoever_its_neighbours_are(shape: tuple[int, ...]) -> None:
+    value = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(2)) * torch.arange(1, shape[0] + 1)[:, None, None]
+    )
+    together = quantize(value)
+    for begin, end in ((0, 1), (1, 3), (shape[0] - 1, shape[0])):
+        some = quantize(value[begin:end])
+        assert torch.equal(some.dense(torch.float32), together.dense(torch.float32)[begin:end])
+        for name, part in some.parts.items():
+            per_expert = len(together.parts[name]) // shape[0] * len(value[begin:end])
+            assert len(part) == per_expert, name
+            assert torch.equal(part, together.parts[name].view(shape[0], -1)[begin:end].view(part.shape)), name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -18,7 +18,7 @@ from gatewright.probe.caches import look
 from gatewright.probe.child import finite
 from gatewright.probe.children import MEASUREMENTS, NAMES, Wanted, measure, probe, read_answer, run_child
 from gatewright.probe.devices import measure_allocator, measure_devices, runs
-from gatewright.probe.driver import read_nvidia, read_rocm
+from gatewright.probe.driver import ask_nvidia, read_nvidia, read_rocm
 from gatewright.probe.four_bit import measure_four_bit
 from gatewright.probe.links import link_rates
 from gatewright.probe.machine import cgroup_limit, meminfo, ranges
@@ -269,6 +269,8 @@ def test_a_config_without_heads_is_one_sentence(text: str, tmp_path: Path) -> No
         ("sm_120", ["sm_80", "sm_90"], False),
         ("sm_120", ["sm_80", "compute_90"], True),
         ("sm_75", ["sm_80"], False),
+        ("sm_103", ["sm_100a"], False),
+        ("sm_103", ["sm_100f"], True),
     ],
 )
 def test_code_for_an_architecture(architecture: str, built: list[str], wanted: bool) -> None:
@@ -325,8 +327,18 @@ def test_what_the_drivers_tools_print() -> None:
     assert (first.throttled, first.uncorrected_errors, first.clock_mhz) == ("", 0, 1980.0)
     assert second.throttled == "hardware thermal slowdown, software thermal slowdown" and second.uncorrected_errors == 2
     assert third.clock_mhz is None and third.uncorrected_errors is None
+    idle = "WARNING: AMD GPU device(s) is/are in a low-power state. Check power control/runtime_status\n\n"
+    assert read_rocm(idle + json.dumps(ROCM)) == read_rocm(json.dumps(ROCM))
     [card] = read_rocm(json.dumps(ROCM))
     assert (card.driver, card.clock_mhz, card.temperature_c, card.power_limit_w) == ("6.12.12", 1700.0, 43.0, 500.0)
+
+
+def test_an_older_nvidia_driver_is_asked_by_the_older_names(tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    refusal = 'Field "clocks_event_reasons.hw_thermal_slowdown" is not a valid field to query.'
+    tool.write_text(f"#!/bin/sh\ncase \"$1\" in *event_reasons*) echo '{refusal}'; exit 2;; esac\nprintf '{NVIDIA}'\n")
+    tool.chmod(0o755)
+    assert len(read_nvidia(ask_nvidia(str(tool)))) == 3
 
 
 def test_every_measurement_has_a_line_on_the_screen() -> None:

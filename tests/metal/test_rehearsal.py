@@ -238,7 +238,6 @@ def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
 
     for run, layout, says in (
         (changed(method={"quantize": "fp8"}), Layout(), "fp8 keeps what is FP8 in the weight files"),
-        (changed(method={"quantize": "nf4"}), Layout(ranks=2, ep=2), "cannot be divided over ranks yet"),
         (changed(router={"balance": 0.01, "train": True}), Layout(), "score function"),
         (changed(router={"capacity": 1.25}), Layout(), "router.capacity"),
     ):

@@ -27,7 +27,7 @@ def start(run: Run) -> Trainer:
     trainer = set_up(run, log=lambda event: None)
     assert trainer.router
     for router in trainer.router.routers:
-        router.module.weight.requires_grad_(True)
+        router.weight.requires_grad_(True)
     return trainer
 
 
@@ -46,7 +46,7 @@ def router_gradients(run: Run, partition: list[int]) -> tuple[list[torch.Tensor]
         trainer.model, trainer.head, trainer.optimizer, trainer.gradients, cut(trainer, partition),
         lr=0.0, clip_norm=None, loss_chunk_tokens=64, router=trainer.router.loss,
     )  # fmt: skip
-    return [router.module.weight.grad for router in trainer.router.routers], result.balance_loss, result.z_loss
+    return [router.weight.grad for router in trainer.router.routers], result.balance_loss, result.z_loss
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path) -> None:
     assert z == pytest.approx(torch.stack(zs).mean().item(), rel=1e-5)
     (0.5 * torch.stack(balances).mean() + 0.1 * torch.stack(zs).mean()).backward()
     for router, with_losses, without in zip(trainer.router.routers, ours, plain, strict=True):
-        torch.testing.assert_close(with_losses - without, router.module.weight.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(with_losses - without, router.weight.grad, rtol=1e-3, atol=1e-6)
 
 
 class Lone(nn.Module):
@@ -190,7 +190,7 @@ def test_the_score_function_is_told_from_what_the_router_does(make: object, want
     model = make()  # type: ignore[operator]
     with torch.no_grad():
         for router in find_routers(model, find_experts(model)):
-            router.module.weight.normal_(std=0.5)
+            router.weight.normal_(std=0.5)
     watch = RouterWatch(find_routers(model, find_experts(model)))
     watch.recording = True
     with torch.no_grad():

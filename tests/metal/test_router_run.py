@@ -100,6 +100,13 @@ def test_a_router_without_a_bias_refuses_its_update(tmp_path: Path, settings: di
         set_up(tiny.make_run(tmp_path, "mixtral", **settings), log=lambda event: None)
 
 
+@pytest.mark.parametrize(("balance", "said"), [(0.0, True), (0.1, False)])
+def test_a_router_that_trains_unbalanced_is_said(tmp_path: Path, balance: float, said: bool) -> None:
+    events: list[Event] = []
+    set_up(tiny.make_run(tmp_path, "qwen3_moe", router__train=True, router__balance=balance), log=events.append)
+    assert any(isinstance(e, Finding) and "nothing that balances it" in e.text for e in events) == said
+
+
 def test_a_probe_too_small_to_see_death_is_said(tmp_path: Path) -> None:
     said: list[Event] = []
     set_up(tiny.make_run(tmp_path, "qwen3_moe", router__guard={"action": ["stop"], "every_steps": 1}), log=said.append)

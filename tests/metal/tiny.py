@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -32,7 +33,7 @@ SIZES = {
 
 
 def config(kind: str, **changes: object) -> PretrainedConfig:
-    """A tiny model: llama, llama-tied, mixtral, qwen2_moe (shared experts), qwen3_moe (with a dense first layer)."""
+    """A tiny model: llama, llama-tied, mixtral, qwen2_moe (shared experts), llama4, qwen3_moe (dense first layer)."""
     if kind == "llama":
         return LlamaConfig(**SIZES | {"tie_word_embeddings": False} | changes)
     if kind == "llama-tied":
@@ -42,6 +43,10 @@ def config(kind: str, **changes: object) -> PretrainedConfig:
     if kind == "qwen2_moe":
         moe = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
         return Qwen2MoeConfig(**SIZES | moe | {"num_experts_per_tok": 2, "norm_topk_prob": True} | changes)
+    if kind == "llama4":
+        moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 48, "head_dim": 8}
+        layers = {"moe_layers": [1, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 32}
+        return Llama4TextConfig(**SIZES | moe | layers | {"tie_word_embeddings": False} | changes)
     moe = {
         "num_experts": 8,
         "num_experts_per_tok": 2,

@@ -126,6 +126,18 @@ CASES = (
         {"gpus": 8},
     ),
     Case(
+        "GW126",
+        [ours(model={"path": "Qwen3-Next-80B-A3B-Instruct"}, parallel={"cp": 2})],
+        [ours(model={"path": MOE}, parallel={"cp": 2})],
+        {"gpus": 8, "gpu": "h200"},
+    ),
+    Case(
+        "GW127",
+        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "zero2"})],
+        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "replicate"})],
+        {"gpus": 8, "gpu": "h200"},
+    ),
+    Case(
         "GW120",
         [axolotl(adapter="qlora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],
         [axolotl(adapter="lora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],

@@ -140,6 +140,7 @@ CASES = (
         [sbatch("--partition=standard-g --ntasks-per-node=8", "srun python train.py")],
         [sbatch("--partition=standard-g --ntasks-per-node=8", "srun --cpu-bind=$MASKS python train.py")],
     ),
+    Case("GW722", [sbatch("--gpus-per-node=8 --ntasks-per-node=1")], [sbatch("--gpus-per-node=8 --exclusive")]),
     # --- environment, caches, quota
     Case(
         "GW751",

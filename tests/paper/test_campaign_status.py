@@ -2,19 +2,26 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import synthetic_run as made
 
 from gatewright.campaign.cancel import CANCELLED, cancel
+from gatewright.campaign.child import Signals
 from gatewright.campaign.folder import JobsFolder, write_json
 from gatewright.campaign.progress import glance, read_progress
-from gatewright.campaign.queue import NoQueue
+from gatewright.campaign.queue import Me, NoQueue
 from gatewright.campaign.slurm_read import Job
 from gatewright.campaign.status import find_campaigns, status_of, totals
 from gatewright.campaign.status_text import bar, render_campaign, render_table
+from gatewright.campaign.this_job import Link, waiting_jobs
 from gatewright.report import facts
 from gatewright.report.read import read_run_folder
 from gatewright.spec.campaign import Campaign, Life, Resources, Stage
@@ -73,6 +80,32 @@ def test_the_state_of_a_stage_is_its_own_word_before_the_queues(tmp_path: Path) 
     assert state(jobs, [queued(jobs, state="RUNNING")]) == ("done", "")
 
 
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
+    yield Signals()
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_chain_takes_no_job_of_a_stage_whose_name_only_begins_like_its_own(tmp_path: Path, signals: Signals) -> None:
+    jobs = write(tmp_path, "judge", stage("sft"), stage("sft2", needs=("sft",)))
+
+    class Waiting(NoQueue):
+        def jobs(self, comment: str) -> list[Job]:
+            all_jobs = [
+                Job(id=id, name="judge", state="PENDING", reason="", comment=jobs.stage(name).comment, start=None)
+                for id, name in (("7", "sft"), ("8", "sft"), ("9", "sft2"))
+            ]
+            return [job for job in all_jobs if job.comment.startswith(comment)]
+
+    me = Me(job="7", restart=0, nodes="n1")
+    link = Link(folder=jobs.stage("sft"), command=(), queue=Waiting(), me=me, began=NOW, signals=signals)
+    assert waiting_jobs(link) == ["8"]
+
+
 def test_costs_count_every_start_and_a_killed_one_until_its_job_was_gone(tmp_path: Path) -> None:
     jobs = write(tmp_path, "judge", stage())
     folder = jobs.stage("train")
@@ -126,6 +159,12 @@ def test_two_hundred_runs_are_read_and_shown_in_a_moment(tmp_path: Path) -> None
     assert time.process_time() - began < 0.5
     assert len(found) == 200 and shown.count("100/500") == 200
     assert "━━────────── 100/500" in shown and bar(0, 0) == ""
+
+
+def test_the_verb_imports_nothing_that_reads_run_files() -> None:
+    """Their classes take longer to build than two hundred runs to read."""
+    program = "import sys, gatewright.campaign.status_text; print('gatewright.spec.run' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_one_campaign_in_full_tells_every_start_and_why_it_halted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from gatewright.doctor.diagnosis import Diagnosis, diagnose, to_json
 from gatewright.doctor.follow import follow
+from gatewright.doctor.health import Progress, silence
 from gatewright.doctor.source import LogError
 from gatewright.doctor.table import BY_CODE, CAUSES
 from gatewright.doctor.text import WIDTH, render_text
@@ -187,6 +188,31 @@ def test_the_text_is_as_in_the_golden_file() -> None:
     shown = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
     assert shown == (GOLDEN / "doctor_failed.txt").read_text(encoding="utf-8")
     assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+def test_a_job_number_means_the_outputs_with_that_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "slurm-4123.out",
+        "logs/train-4123.err",
+        "runs/judge/jobs/train/4123.out",
+        "slurm-41234.out",
+        "4123.py",
+    ):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(PLANTED["GW565"] + "\n")
+    found = diagnose([Path("4123")])
+    assert sorted(found.files) == ["logs/train-4123.err", "runs/judge/jobs/train/4123.out", "slurm-4123.out"]
+    with pytest.raises(LogError, match="job 99"):
+        diagnose([Path("99")])
+
+
+def test_a_run_that_works_is_silent_when_many_of_its_steps_are_missing() -> None:
+    far = Progress(step=9, total_steps=90, loss_first=2.0, loss_last=1.0, step_s=60.0)
+    assert silence(far, quiet_s=900, file="x") is None
+    told = silence(far, quiet_s=1260, file="x")
+    assert told is not None and "21 min; a step takes 60 s" in told.text
+    assert silence(None, quiet_s=1e6, file="x") is None
 
 
 def test_following_tells_what_changed_and_starts_over_with_a_shorter_file(tmp_path: Path) -> None:

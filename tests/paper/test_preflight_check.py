@@ -174,11 +174,24 @@ def test_a_diff_is_unified_and_of_the_users_own_file(tmp_path: Path) -> None:
         ("#SBATCH -t 3-00:00:00", "--time", "48:00:00", "#SBATCH -t 48:00:00"),
         ("pip install peft==0.19.1 trl", "peft==", "0.20.0", "pip install peft==0.20.0 trl"),
         ("output_dir: 'a b'", "output_dir", "run", "output_dir: 'run'"),
+        ("{output_dir: out/${SLURM_JOB_ID}}", "output_dir", "out", "{output_dir: out}"),
     ],
 )
 def test_a_value_is_replaced_wherever_the_tools_write_it(line: str, key: str, new: str, wanted: str) -> None:
     source = Source(path=Path("x"), name="x", text=line)
     assert edited(source, [Edit("set", Written("", key, "x", 1), new)]) == wanted
+
+
+def test_a_long_line_is_shown_where_it_changes(tmp_path: Path) -> None:
+    config = {"bf16": {"enabled": True}, "note": "x" * 100, "zero_optimization": {"overlap_comm": True, "stage": 3}}
+    found = verdict(
+        [axolotl(micro_batch_size=2), ("ds.json", json.dumps(config | {"train_micro_batch_size_per_gpu": 4}))],
+        tmp_path,
+        {},
+    )
+    removed, added = [line for line in render_text(found).splitlines() if "train_micro_batch_size_per_gpu" in line][1:3]
+    assert removed.startswith("    -…") and removed.endswith(": 4}")
+    assert added.startswith("    +…") and added.endswith(': "auto"}')
 
 
 # --- text that leaves the house ---------------------------------------------------------------------------------

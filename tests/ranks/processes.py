@@ -1,6 +1,7 @@
 """Functions run on several processes that talk through gloo, forked so that nothing has to be imported again."""
 
 import os
+import random
 import signal
 import socket
 import time
@@ -15,13 +16,16 @@ from gatewright.parallel.place import Place
 
 
 def free_ports(count: int) -> list[int]:
-    """As many ports as there are meetings: the store of one may outlive it, and must not be met again."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("localhost", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    """As many ports as there are meetings: the store of one may outlive it, and must not be met again.
+
+    From below those that Linux gives to sockets without a number, gloo's own among them, until the meeting begins.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(24_000, 32_000)
+        with socket.socket() as probe:
+            if port not in ports and probe.connect_ex(("localhost", port)):
+                ports.append(port)
     return ports
 
 

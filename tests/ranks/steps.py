@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gatewright.model.quantized import held_bytes
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.place import ALONE, Place
@@ -58,6 +59,7 @@ def take_steps(place: Place, run: Run, *, steps: int = 3, threads: int = 1) -> T
                 gradients = {
                     name: (trainer.gradients.shares[name].piece, owned.grad.clone())
                     for name, owned in trainer.gradients.owned.items()
+                    if owned.grad is not None
                 }
         shares = trainer.gradients.shares.values()
         return Taken(
@@ -82,9 +84,10 @@ def put_together(parts: list[dict[str, tuple[Piece, Tensor]]]) -> dict[str, Tens
         for name, (piece, tensor) in part.items():
             flat = whole.setdefault(name, torch.zeros(prod(piece.shape)))
             seen = known.setdefault(name, torch.zeros(prod(piece.shape), dtype=torch.bool))
-            run = slice(piece.begin, piece.end)
-            assert torch.equal(flat[run][seen[run]], tensor.reshape(-1)[seen[run]]), f"{name} differs between ranks"
-            flat[run], seen[run] = tensor.reshape(-1), True
+            index = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in piece.runs)])
+            again = seen[index]
+            assert torch.equal(flat[index][again], tensor.reshape(-1)[again]), f"{name} differs between ranks"
+            flat[index], seen[index] = tensor.reshape(-1), True
     for name, seen in known.items():
         assert seen.all(), f"{name}: no rank has {int((~seen).sum())} of its elements"
     return whole
@@ -100,8 +103,8 @@ def _bytes(trainer: Any) -> dict[str, int]:
     trained = {id(share.weight) for share in trainer.gradients.shares.values()}
     held = list(trainer.model.parameters())
     return {
-        "weights": sum(_local(p).nbytes for p in held if id(p) in trained),
-        "frozen": sum(_local(p).nbytes for p in held if id(p) not in trained),
+        "weights": sum(held_bytes(p) for p in held if id(p) in trained),
+        "frozen": sum(held_bytes(p) for p in held if id(p) not in trained),
         "gradients": sum(p.grad.nbytes for p in owned.values() if p.grad is not None),
         "optimizer": sum(state.nbytes for state in states),
     }

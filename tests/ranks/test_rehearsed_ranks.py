@@ -19,6 +19,7 @@ from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_
 from gatewright.spec.run import Run
 
 CPU = attention.Kernel("sdpa per document", "the test compares with this machine", attention.attend_each_document)
+NF4 = {"method__quantize": "nf4"}
 CASES = {
     "dense lora replicate": ("llama", {}, {}),
     "dense lora zero2": ("llama", {}, {"dense": "zero2"}),
@@ -30,6 +31,10 @@ CASES = {
     "moe full ep2": ("mixtral", FULL, {"ep": 2}),
     "moe lora ep2 zero2": ("qwen3_moe", {}, {"ep": 2, "dense": "zero2"}),
     "moe full zero3 ep2": ("qwen3_moe", FULL | RECOMPUTED, {"ep": 2, "dense": "zero3"}),
+    "dense nf4 zero3": ("llama", NF4 | RECOMPUTED, {"dense": "zero3"}),
+    "moe nf4 ep2": ("qwen3_moe", NF4, {"ep": 2}),
+    "moe nf4 zero3": ("qwen3_moe", NF4, {"dense": "zero3"}),
+    "moe nf4 ep2 zero3": ("qwen3_moe", NF4, {"ep": 2, "dense": "zero3"}),
 }
 
 

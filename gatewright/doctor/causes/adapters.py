@@ -35,6 +35,7 @@ CAUSES: tuple[Cause, ...] = (
                 ),
             ),
             sign("PeftModel", pattern=r"Error\(s\) in loading state_dict for Peft\w+"),
+            sign("expected target modules in", pattern=r"expected target modules in .*but received"),
             sign(
                 "experts",
                 pattern=(

@@ -167,6 +167,7 @@ CAUSES: tuple[Cause, ...] = (
                     r"mismatch)"
                 ),
             ),
+            sign("mismatch after resume", pattern=r"\((?:TP|PP|DP|EP|CP)[^)]*\) mismatch after resume"),
             sign(
                 "find an RNG file",
                 "rng_state",

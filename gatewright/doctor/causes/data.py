@@ -1,12 +1,40 @@
 """Data, templates, tokens, the hub, and the way to GGUF."""
 
-from gatewright.doctor.cause import Cause, Log, Seen, env, plain_finding, sign
+import re
+from dataclasses import replace
+
+from gatewright.doctor.cause import Cause, Log, Role, Seen, env, plain_finding, sign
 from gatewright.spec.finding import Finding
+
+_REFUSED = re.compile(r"[Gg]ated ?[Rr]epo|not in the authorized list|\b40[13] Client Error|\b40[13] Forbidden")
 
 
 def hub_offline(cause: Cause, seen: Seen, log: Log) -> Finding | None:
-    """The hub, unless a checkpoint is what was not found."""
-    return None if "resume_not_found" in log.kinds else plain_finding(cause, seen, log)
+    """The hub, unless a checkpoint is what was not found; an answer that refuses is no missing network."""
+    if "resume_not_found" in log.kinds:
+        return None
+    if not any(_REFUSED.search(sighting.line) for sighting in seen.sightings):
+        return plain_finding(cause, seen, log)
+    found = plain_finding(
+        cause,
+        seen,
+        log,
+        text="The hub answers and refuses: the model is gated or private, and no token that may read it was sent.",
+        fix=("Accept its conditions on the model's page, and log in where it is fetched (HF_TOKEN).", *cause.fix),
+    )
+    return replace(found, kind="hub_access", changes=())
+
+
+FULL_ENOUGH = 0.85
+
+
+def padding(cause: Cause, seen: Seen, log: Log) -> Finding | None:
+    """The share of the batches' positions that hold no token, where it is worth a change."""
+    fill = min(float(sighting.groups["fill"]) for sighting in seen.sightings)
+    if fill >= FULL_ENOUGH:
+        return None
+    text = f"{1 - fill:.0%} of the positions in a batch hold no token."
+    return plain_finding(cause, seen, log, text=text, numbers=(("fill", fill),))
 
 
 CAUSES: tuple[Cause, ...] = (
@@ -109,6 +137,30 @@ CAUSES: tuple[Cause, ...] = (
         why="Rows with different fields, a cut-off file, or a filter that removed everything.",
         fix=("Look at the data before training: gatewright data inspect FILE --model FOLDER.",),
         outranks=3,
+    ),
+    Cause(
+        code="GW523",
+        name="batches-half-empty",
+        kind="health",
+        title="Batches with much room left",
+        role=Role.HINT,
+        severity="warning",
+        confidence="certain",
+        signs=(
+            sign(
+                "sample_packing_eff_est",
+                '"fill": ',
+                pattern=(
+                    r"(?:sample_packing_eff_est across ranks: \[|\"fill\": )(?:np\.float\d+\()?"
+                    r"(?P<fill>[01](?:\.\d+)?)"
+                ),
+            ),
+        ),
+        text="A part of the positions in a batch holds no token.",
+        why="The limit on a document's length is far above what the documents have, or few of them fit together. Each "
+        "position costs time whether it holds a token or not, where batches are padded.",
+        fix=("Look at the lengths (gatewright data inspect), and set the limit near their 99th percentile.",),
+        judge=padding,
     ),
     Cause(
         code="GW592",

@@ -230,6 +230,7 @@ CAUSES: tuple[Cause, ...] = (
             sign("No CUDA GPUs are available", "No HIP GPUs are available", "no CUDA-capable device is detected"),
             sign("invalid device ordinal", "hipErrorNoDevice", "Torch not compiled with CUDA enabled"),
             sign("Found no NVIDIA driver", "CUDA driver version is insufficient", "driver on your system is too old"),
+            sign("Unexpected error from cudaGetDeviceCount", "Unexpected error from hipGetDeviceCount"),
             sign("busy or unavailable", pattern=r"CUDA-capable device\(s\) is/are busy or unavailable"),
         ),
         text="The process sees no usable GPU, or a number beyond those it sees.",

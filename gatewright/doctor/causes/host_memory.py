@@ -205,8 +205,9 @@ CAUSES: tuple[Cause, ...] = (
                     r"Killed|exited unexpectedly)"
                 ),
             ),
+            sign("BrokenProcessPool", "subprocesses has abruptly died"),
         ),
-        text="A data loading worker died: host memory is the usual reason.",
+        text="A worker process of the data loading or tokenising died: host memory is the usual reason.",
         why=(
             "Each worker holds its own copy of what the data set keeps in Python objects; copies grow as "
             "they are touched."

@@ -51,7 +51,7 @@ CAUSES: tuple[Cause, ...] = (
                     r"|Supported flash-attn versions are (?P<supported>[^.]+\.[^F]*)Found flash-attn (?P<found>\S+)"
                 ),
             ),
-            sign("No available kernel", "No available kernel. Aborting execution"),
+            sign("No available kernel", "No dot product attention backend is available"),
             sign(
                 "flash_attn",
                 "mha_varlen",
@@ -249,13 +249,38 @@ CAUSES: tuple[Cause, ...] = (
         outranks=5,
     ),
     Cause(
+        code="GW572",
+        name="kernel-too-large",
+        kind="kernel_resources",
+        title="A kernel that does not fit on this GPU",
+        confidence="certain",
+        signs=(
+            sign(
+                "out of resource",
+                "too many resources requested for launch",
+                pattern=(
+                    r"out of resource: (?P<what>[\w ]+), Required: (?P<required>\d+), Hardware limit: (?P<limit>\d+)|"
+                    r"out of resource|too many resources requested for launch"
+                ),
+            ),
+        ),
+        text="A kernel asks for more shared memory or registers than this GPU has: its tiles are for another GPU.",
+        why="This is memory inside the GPU's cores; neither /dev/shm nor the card's memory is full. Triton kernels are "
+        "written and tuned for one family of GPUs, and head sizes and ranks change what a tile needs.",
+        fix=(
+            "Take another kernel for this step (attention sdpa, experts by grouped_mm), or a release of it for this "
+            "GPU.",
+        ),
+        outranks=7,
+    ),
+    Cause(
         code="GW561",
         name="dtype-unsupported",
         kind="dtype",
         title="A number format this device does not have",
         signs=(
             sign(
-                "bfloat",
+                "bf",
                 pattern=(
                     r"(?:bf16|bfloat16).*(?:not supported|requires|unsupported|not implemented)|[Yy]our setup doesn't "
                     r"support bf16"

@@ -119,12 +119,19 @@ CAUSES: tuple[Cause, ...] = (
                 "failed to pass monitored",
                 pattern=r"[Rr]anks? .*failed to pass monitoredBarrier|monitoredBarrier.*(?:timed out|failed)",
             ),
+            sign(
+                "retrieving ncclUniqueId",
+                "wait timeout after",
+                "Timeout waiting for key",
+                pattern=r"ncclUniqueId .*[Tt]imeout|wait timeout after \d+ ?ms|Timeout waiting for key",
+            ),
             sign("waiting for clients", pattern=r"Timed out after \d+ seconds waiting for clients"),
             sign("detected as timed out", "NCCL timeout", "nccl timeout", "NCCL operation timed out", "NCCL Timeout"),
             sign(
                 "Heartbeat monitor timed out",
                 "HeartbeatMonitor",
-                pattern=r"[Hh]eartbeat [Mm]onitor timed out|watchdog thread .*stuck",
+                "stuck",
+                pattern=r"[Hh]eartbeat [Mm]onitor timed out|watchdog (?:thread .*|got )stuck",
             ),
             sign(
                 "timed out in blocking wait",

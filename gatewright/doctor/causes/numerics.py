@@ -146,6 +146,7 @@ CAUSES: tuple[Cause, ...] = (
         severity="error",
         role=Role.ROOT,
         confidence="possible",
+        signs=(sign("labels", pattern=r"[Aa]ll (?:the )?labels .{0,60}-100\b"),),
         text="The loss is exactly 0: no label counts, or NaN was filtered from the log.",
         why="All labels are masked (template and response mark do not match, samples cut before the answer), "
         "or the trainer "

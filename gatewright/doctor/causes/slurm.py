@@ -135,8 +135,10 @@ CAUSES: tuple[Cause, ...] = (
                 "srun: error: Unable to",
                 "srun: error: Invalid",
                 pattern=(
-                    r"sbatch: error: (?P<reason>.+)|salloc: error: (?P<why>.+)|srun: error: (?:Unable to (?:create|"
-                    r"allocate)|Invalid) .+"
+                    r"(?:(?:sbatch|salloc): error: |"
+                    r"srun: error: (?=Unable to (?:create|allocate)(?!.*already completing)|"
+                    r"Invalid (?:account|partition|qos|generic resource|feature|time limit|numeric value|wckey)))"
+                    r"(?P<reason>.+)"
                 ),
             ),
             sign(

@@ -160,7 +160,7 @@ CAUSES: tuple[Cause, ...] = (
         text="A limit of open files or processes is reached.",
         why="Data workers pass tensors as file descriptors; each rank times each worker adds up.",
         fix=("Raise the limit (ulimit -n 65536), or torch.multiprocessing.set_sharing_strategy('file_system').",),
-        outranks=4,
+        outranks=7,
     ),
     Cause(
         code="GW573",

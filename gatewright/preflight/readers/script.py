@@ -77,6 +77,8 @@ def _put_directive(reading: Reading, key: str, text: str, leaf: Leaf) -> None:
         reading.put("nodes", whole(text.split("-")[0]), leaf)
     elif key == "time":
         reading.put("time_limit_s", seconds(text), leaf)
+    elif key in ("exclusive", "cpus-per-gpu"):
+        reading.put("asks_cores", True, leaf)
     elif key == "requeue":
         reading.put("requeue", True, leaf)
     elif key == "mem" and text not in ("0", ""):
@@ -162,6 +164,8 @@ def _command(reading: Reading, command: list[Token]) -> list[Reading]:
             rest = _after_options(rest[1:], reading, _torchrun_option)
         elif program in _PREFIXES:
             rest = _from_program(rest[1:])
+        elif _module(rest, "gatewright.campaign.link"):  # the link of a campaign; behind its folder, what it starts
+            rest = _from_program(rest[3:])
         else:
             return _program(reading, program, rest)
     return []
@@ -256,6 +260,8 @@ def _program(reading: Reading, program: str, rest: list[Token]) -> list[Reading]
     if _PYTHON.fullmatch(program):
         if _module(rest, "axolotl.cli.train"):
             return _configs(reading, rest[3:])
+        if _module(rest, "gatewright"):
+            return _configs(reading, rest[4:])
         if len(rest) > 2 and rest[1].text == "-m":
             return []
         scripts = [index for index, token in enumerate(rest) if token.text.endswith(".py")]

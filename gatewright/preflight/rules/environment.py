@@ -223,6 +223,8 @@ def hub_cache_in_home(job: Job) -> Fault | None:
     """Models go to ~/.cache unless HF_HOME says otherwise. Home quotas are small (LUMI: 20 GB and 100,000 files), and
     the download ends in `Disk quota exceeded`."""
     said = _env(job, "HF_HOME")
+    if job.uses("gatewright"):  # it fetches nothing
+        return None
     if not _in_job(job) or (said.value is not None and not _HOME.search(said.value)):
         return None
     if job.model.value is None or (job.model.value.startswith((".", "/")) and said.value is None):

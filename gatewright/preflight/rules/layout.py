@@ -32,6 +32,8 @@ CODES = {
     "ep-or-gather": "GW123",
     "zero2-replicates-frozen": "GW124",
     "stage-table": "GW125",
+    "cp-through-attention": "GW126",
+    "eight-bit-sharded": "GW127",
 }
 """Rule of planner/legal.py to its code here. Two are left out that no config can break: our run file and
 transformers' arguments have no key for a pipeline, nor ours for tensor parallelism."""

@@ -308,6 +308,21 @@ def cores_far_from_their_gpu(job: Job) -> Fault | None:
     )
 
 
+def one_core_a_task(job: Job) -> Fault | None:
+    """SLURM gives a task one core, unless the job or the site says otherwise. A rank, its data workers and the threads
+    of its network share it; behind one launcher a node, all ranks of the node do."""
+    gpus = job.gpus_per_node.get(0)
+    if not job.slurm.value or not gpus or job.cpus_per_task.given or job.asks_cores.value:
+        return None
+    if job.partition.get("") == "standard-g":  # whole nodes only
+        return None
+    return Fault(
+        f"{gpus} GPUs a node and no --cpus-per-task: one core a task, unless the site has a default for each GPU",
+        (job.gpus_per_node,),
+        "say --cpus-per-task in #SBATCH and in srun, or take the node with --exclusive",
+    )
+
+
 _LAB = "measured on SLURM 22.05.8"
 _LUMI = "LUMI AI guide and LUMI-G documentation, September 2026"
 RULES = (
@@ -332,4 +347,5 @@ RULES = (
     Rule("GW719", "error", more_cores_than_lumi_has, _LUMI, safe=True),
     Rule("GW720", "error", more_memory_than_lumi_has, _LUMI, safe=True),
     Rule("GW721", "note", cores_far_from_their_gpu, _LUMI),
+    Rule("GW722", "warning", one_core_a_task, "SLURM docs, sbatch --cpus-per-task: one processor a task by default"),
 )
