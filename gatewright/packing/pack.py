@@ -1,4 +1,4 @@
-"""Put documents into packs: exact best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
+"""Put documents into packs: best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
 
 lengths      5 3 3 2 2 1        capacity 8
 packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
@@ -13,6 +13,10 @@ from operator import neg
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.pack_exact import Placed, fill_exactly
+
+NEAR = 0.0005
+"""Above the lower bound, in packs: what is not worth the search for fewer."""
 IntArray = npt.NDArray[np.int64]
 Seed = int | Sequence[int]
 
@@ -44,11 +48,21 @@ class Packs:
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
 
-def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max_documents: int | None = None) -> Packs:
-    """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds.
+def pack(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    seed: Seed | None = None,
+    max_documents: int | None = None,
+    thorough: bool = True,
+) -> Packs:
+    """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds, or fewer.
 
-    The result has as many packs as placing the documents one by one, longest first, each into the fullest pack that
-    still has room. Work grows with the number of distinct lengths, not with the number of documents.
+    The result has at most as many packs as placing the documents one by one, longest first, each into the fullest pack
+    that still has room. Work grows with the number of distinct lengths, not with the number of documents.
+
+    thorough: where that leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes some
+    ten times as long; not with `max_documents`.
 
     A seed draws which of several equally long documents goes where, and the order of the packs; how many packs there
     are does not depend on it. The same seed gives the same packs in every process.
@@ -60,6 +74,10 @@ def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max
     counts = np.bincount(lengths_N) if len(lengths_N) else np.zeros(1, np.int64)
     distinct = np.flatnonzero(counts)[::-1]
     placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
+    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most))
+    for commonest in (False, True) if thorough and max_documents is None else ():
+        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
+            placed = min(placed, other, key=lambda found: found.total_packs)
     longest_first, pack_place = _draw(lengths_N, placed.total_packs, seed)
     pack_N = pack_place[_expand(placed)]
     documents_P = np.bincount(pack_N, minlength=placed.total_packs)
@@ -68,9 +86,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max
         offsets=np.concatenate(([0], np.cumsum(documents_P))),
         capacity=capacity,
         tokens=int(lengths_N.sum()),
-        lower_bound=max(
-            sum_bound(lengths_N, capacity), martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most)
-        ),
+        lower_bound=bound,
     )
 
 
@@ -105,22 +121,12 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     return int((alone + big + extra).max())
 
 
-@dataclass(slots=True)
-class _Placed:
-    """What best-fit did, in order: `packs[j]` packs from `first_pack[j]` on took the next `each[j]` documents each."""
-
-    first_pack: list[int]
-    packs: list[int]
-    each: list[int]
-    total_packs: int
-
-
 BITS = 40
 FIRST = (1 << BITS) - 1
 """A run of packs with the same room is one integer, (room << BITS) + its first pack: runs then sort by room, fast."""
 
 
-def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> _Placed:
+def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> Placed:
     """Place `counts[j]` documents of `distinct[j]` tokens (descending).
 
     Packs with the same room are interchangeable, so they are kept as runs of consecutive numbers. A pack that took a
@@ -206,7 +212,7 @@ def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documen
                 packs_of.append(full)
                 each_of.append(each)
                 keep(run - each * token, full, documents + each, token)
-    return _Placed(first_pack, packs_of, each_of, total)
+    return Placed(first_pack, packs_of, each_of, total)
 
 
 def _one_a_pack(distinct: list[int], counts: list[int], capacity: int) -> tuple[list[int], list[int], list[int], int]:
@@ -216,7 +222,7 @@ def _one_a_pack(distinct: list[int], counts: list[int], capacity: int) -> tuple[
     return [0, *ends[:-1]] if ends else [], counts[:alone], [1] * alone, ends[-1] if ends else 0
 
 
-def _expand(placed: _Placed) -> IntArray:
+def _expand(placed: Placed) -> IntArray:
     """[documents] pack of each document, in order of descending length."""
     first, packs, each = (np.array(column, np.int64) for column in (placed.first_pack, placed.packs, placed.each))
     ends = np.cumsum(packs)
