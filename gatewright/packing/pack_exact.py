@@ -17,7 +17,7 @@ MOST_KINDS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Documents in packs, longest first: `packs[j]` packs from `first_pack[j]` on take the next `each[j]` documents each."""
+    """Documents, longest first: `packs[j]` packs from `first_pack[j]` on take the next `each[j]` documents each."""
 
     first_pack: list[int]
     packs: list[int]
