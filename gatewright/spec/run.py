@@ -165,6 +165,8 @@ class Train(Section):
     """Seed of adapter initialisation, dropout and data order."""
     save_every_steps: PositiveInt = 100
     """Steps between two checkpoints. The last step is always saved."""
+    save_in_background: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory; false: training waits for the disk."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept, besides the one with the best held-out loss."""
     threads: PositiveInt | None = None
@@ -255,7 +257,7 @@ class Parallel(Section):
     probe: str | None = None
     """probe.json whose costs, measured by `gatewright probe --attention`, steer schedules. Default: the catalogue's."""
     timeout_s: PositiveInt = 600
-    """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
+    """How long ranks wait for one that does not come, in seconds, before the run ends."""
 
 
 class Hardware(Section):
@@ -349,6 +351,22 @@ class Run(Section):
     """Experiment trackers that get every logged number besides events.jsonl."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+
+    @model_validator(mode="after")
+    def _cut_documents(self) -> "Run":
+        if self.parallel == "auto" or self.parallel.cp == 1:
+            return self
+        if not self.data.pack:
+            raise ValueError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+        if self.data.alike:
+            raise ValueError(
+                "data.alike and parallel.cp: a step is one pack, which a schedule balances; leave alike out"
+            )
+        if self.router.balance and self.router.balance_over == "sequence":
+            raise ValueError(
+                "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+            )
+        return self
 
     @property
     def timeout_s(self) -> int:

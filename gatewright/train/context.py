@@ -57,17 +57,6 @@ def cut_of(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ran
         return None
     assert isinstance(run.parallel, Parallel)
     longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
-    if not run.data.pack:
-        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
-    if run.data.alike:
-        raise RunFileError(
-            "data.alike and parallel.cp: a step is one pack, whose documents a schedule deals evenly to the ranks; "
-            "leave alike out"
-        )
-    if run.router.balance and run.router.balance_over == "sequence":
-        raise RunFileError(
-            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
-        )
     if longest > step:
         raise RunFileError(
             f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "

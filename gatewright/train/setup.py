@@ -209,7 +209,7 @@ def _prepare_model(
     )
     settle(model, ranks)
     if not find_experts(model):
-        _refuse_router_settings(run, model)
+        refuse_router_settings(run, model)
     spread = divided_stacks(model, ranks)
     base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
@@ -269,7 +269,7 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
             load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
-def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
+def refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
     """Raises RunFileError for settings of a router that this dense model does not have."""
     router = run.router
     asked = {
@@ -287,17 +287,23 @@ def _prepare_router(
     run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> RouterControl | None:
     """None for a dense model."""
-    settings = run.router
     if not find_experts(model):
         return None
     control = RouterControl(run, model, loader.every_rank(), ranks=ranks)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)
-    if settings.capacity != "dropless":
-        pool = control.experts // ep if settings.capacity_per == "rank" else 1
-        set_capacity(model, Capacity(factor=settings.capacity, experts_per_pool=pool, drop=settings.drop))
+    set_capacity(model, capacity_of(run, experts=control.experts))
     return control
+
+
+def capacity_of(run: Run, *, experts: int) -> Capacity | None:
+    """What bounds the rows of a layer's experts; None: nothing."""
+    router, ep = run.router, run.parallel.ep if isinstance(run.parallel, Parallel) else 1
+    if router.capacity == "dropless":
+        return None
+    pool = experts // ep if router.capacity_per == "rank" else 1
+    return Capacity(factor=router.capacity, experts_per_pool=pool, drop=router.drop)
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:
