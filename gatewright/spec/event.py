@@ -128,6 +128,8 @@ class StepDone:
     """Model FLOPs over what all devices could have done in step_s; None where a rate or the model is not known."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
+    exchanges: dict[str, int] = field(default_factory=dict)
+    """Micro-batches by the exchange they made, such as `heads over 2`; `whole`: no document cut. Empty without CP."""
 
     @property
     def tokens_per_s(self) -> float:

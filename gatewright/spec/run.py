@@ -111,6 +111,8 @@ class Data(Section):
     """What happens to a longer document. Each choice counts and reports the tokens it costs."""
     pack: bool = True
     """Put several documents on one token axis, up to train.micro_batch_tokens. Without: one document a micro-batch."""
+    alike: bool = False
+    """Put micro-batches that cost about the same into the same step; the steps are shuffled. Ranks then wait less."""
     chat_template: str | None = None
     """Path of a Jinja chat template to use in place of the tokenizer's own."""
 
@@ -252,6 +254,8 @@ class Parallel(Section):
     """Context-parallel size, or a size chosen for each micro-batch."""
     exchange: Literal["auto", "moved", "gathered", "heads", "ring"] = "auto"
     """How ranks that share documents exchange keys and values. auto: the cheapest, for each micro-batch."""
+    probe: str | None = None
+    """probe.json whose costs, measured by `gatewright probe --attention`, steer schedules. Default: the catalogue's."""
     timeout_s: PositiveInt = 600
     """How long ranks wait for one that does not come, in seconds, before the run ends."""
 
@@ -354,6 +358,10 @@ class Run(Section):
             return self
         if not self.data.pack:
             raise ValueError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+        if self.data.alike:
+            raise ValueError(
+                "data.alike and parallel.cp: a step is one pack, which a schedule balances; leave alike out"
+            )
         if self.router.balance and self.router.balance_over == "sequence":
             raise ValueError(
                 "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +13,10 @@ from gatewright.model.subset import never_routed_text
 from gatewright.packing.flops import Yardstick
 from gatewright.spec.errors import Diverged, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, StepDone
-from gatewright.spec.run import Run
+from gatewright.spec.run import Parallel, Run
 from gatewright.train import checkpoint
 from gatewright.train.console import evaluation_line, step_line
-from gatewright.train.context import on_device
+from gatewright.train.context import fallback, on_device
 from gatewright.train.device import peak_memory_bytes, reserved_memory_bytes, rng_state, set_rng_state
 from gatewright.train.diverged import explain_divergence
 from gatewright.train.evaluate import evaluate
@@ -58,6 +58,7 @@ class Session:
     host: HostCopy = field(init=False, default_factory=HostCopy)
     before: Evaluated | None = field(init=False, default=None)
     """The evaluation before training, where this process made it."""
+    fallback_told: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.ahead = Ahead(self.trainer.loader)
@@ -176,16 +177,28 @@ class Session:
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
             router_lr=lr * router_scale if router_scale else None,
+            exchanges=dict(Counter(batch.exchange_name for batch in batches if batch.exchange_name is not None)),
         )
 
     def _tell(self, done: StepDone) -> None:
         self.log(done)
+        self._tell_of_fallback(done)
         eta_s = statistics.median(self.recent_step_s) * (self.trainer.steps - done.step)
         self.say(step_line(done, steps=self.trainer.steps, eta_s=eta_s, moe_layers=self.trainer.moe_layers))
         shown = {"loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
         speed = {"tokens_per_s": done.tokens_per_s, "tokens_per_s_rank": done.tokens_per_s_rank}
         also = {"mfu": done.mfu, "spread": done.spread}
         self._track(shown | speed | {name: value for name, value in also.items() if value is not None}, step=done.step)
+
+    def _tell_of_fallback(self, done: StepDone) -> None:
+        """Once, where a micro-batch could not make the exchange that the run file asks for."""
+        cut = self.trainer.loader.cut
+        if cut is None or self.fallback_told:
+            return
+        assert isinstance(self.run.parallel, Parallel)
+        if finding := fallback(self.run.parallel.exchange, cut.heads, done.exchanges):
+            self.fallback_told = True
+            self.log(finding)
 
     def _rolled_back(self, result: StepResult) -> bool:
         """Shows the step to the router's guard, and does what it decides; says whether the run went back."""
