@@ -119,6 +119,6 @@ def test_the_place_that_srun_tells() -> None:
 
 def test_the_place_that_torchrun_tells() -> None:
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
-    assert find_place(told) == Place(rank=1, size=2, local_rank=1, address="h", port=29500)
+    assert find_place(told) == Place(rank=1, size=2, local_rank=1, local_size=2, address="h", port=29500)
     with pytest.raises(UserError, match=r"MASTER_PORT = 'x' in the environment is not a number"):
         find_place(told | {"MASTER_PORT": "x"})
