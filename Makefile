@@ -16,7 +16,7 @@ LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(LLAMA_CMAKE_$(shell uname -
 LLAMA_SOURCE := llama-cpp-python==0.3.36
 CONVERTER := $(VENV)/llama.cpp/convert_hf_to_gguf.py
 BENCHMARKS := $(addprefix benchmarks/, train_single.py expert_lora.py router_guard.py router_capacity.py packing.py \
-	dynamic_cp.py context_ranks.py ranks.py planner_accuracy.py doctor_accuracy.py)
+	dynamic_cp.py context_ranks.py ranks.py save_stall.py planner_accuracy.py doctor_accuracy.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
