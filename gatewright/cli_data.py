@@ -83,6 +83,9 @@ def schedule(
         int | None, typer.Option(metavar="N", min=1, help="Of all ranks. Default: four micro-batches.")
     ] = None,
     per_node: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks in a node.")] = None,
+    probe: Annotated[
+        Path | None, typer.Option(metavar="probe.json", help="Costs by `gatewright probe --attention`, not assumed.")
+    ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Simulated, evenly spread over the file.")] = 8,
     png: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the first step: ranks by time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -96,6 +99,7 @@ def schedule(
         capacity=tokens_per_rank,
         tokens_per_step=tokens_per_step,
         per_node=per_node,
+        probe=probe,
         steps=steps,
     )
     from gatewright.report.schedule_text import as_json as to_json
@@ -120,14 +124,16 @@ def _schedule_report(
     capacity: int | None,
     tokens_per_step: int | None,
     per_node: int | None,
+    probe: Path | None,
     steps: int,
 ) -> ScheduleReport:
-    from gatewright.packing.cost import cost_model, cpu_rates, find_rates
+    from gatewright.packing.cost import cost_model, cpu_rates, find_rates, read_rates
     from gatewright.packing.simulate import simulate
     from gatewright.planner.catalogue import find_gpu, find_shape
     from gatewright.spec.schedule import ScheduleReport
 
     rates = cpu_rates() if gpu == "cpu" else find_rates(find_gpu(gpu))
+    rates = read_rates(probe) if probe else rates
     costs = cost_model(find_shape(model or DEFAULT_MODEL), rates, ranks_per_node=per_node)
     lengths, empty = _lengths(file, model)
     longest = int(lengths.max())

@@ -188,8 +188,6 @@ def _bytes(text: str) -> int:
 def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, context_tokens: int) -> Table:
     from rich.table import Table
 
-    from gatewright.export.fit import running_bytes
-
     table = Table(title=f"{manifest['name']} against the original in float32; in brackets, the base model's own")
     for name in ("file", "GiB", "KL median", "KL mean", "top-1", "answers", "tokens/s"):
         table.add_column(name, justify="left" if name == "file" else "right")
@@ -197,7 +195,7 @@ def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, co
     table.add_column("verdict")
     for entry in manifest["files"]:
         figures, floor = entry["figures"], entry["base_figures"]
-        needed = running_bytes(base, figures["file_bytes"], context_tokens=context_tokens)
+        needed = _serving_bytes(base, figures["file_bytes"], context_tokens)
         fits = "" if device_bytes is None or needed is None else ", fits" if needed <= device_bytes else ", too large"
         table.add_row(
             entry["file"] + (f" on {entry['on_base']}" if entry["on_base"] else ""),
@@ -210,6 +208,19 @@ def _table(manifest: Mapping[str, Any], base: Path, device_bytes: int | None, co
             "[green]passed[/green]" if entry["passed"] else "[bold red]FAILED[/bold red]",
         )
     return table
+
+
+def _serving_bytes(base: Path, file_bytes: int, context_tokens: int) -> int | None:
+    """Of a file of the base's architecture when it runs; None for one that the planner does not know."""
+    from gatewright.planner.architecture import read_shape
+    from gatewright.planner.serving import serving_memory
+    from gatewright.spec.errors import ModelError
+
+    try:
+        shape = read_shape(base)
+    except ModelError:
+        return None
+    return serving_memory(shape, weights_bytes=file_bytes, context_tokens=context_tokens).bytes
 
 
 def _print_failures(say: Any, manifest: Mapping[str, Any]) -> None:

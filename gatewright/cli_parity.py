@@ -18,7 +18,6 @@ def prove_parity(files: list[Path], *, nproc: int | None) -> int:
     import torch
 
     from gatewright.model.load import read_config
-    from gatewright.parallel.failure import fail_together
     from gatewright.parallel.launch import start_ranks
     from gatewright.parallel.layout import layout_of
     from gatewright.parallel.parity import compare
@@ -34,7 +33,7 @@ def prove_parity(files: list[Path], *, nproc: int | None) -> int:
         return start_ranks(["check", str(files[0]), "--parity"], ranks=nproc)
     config = read_config(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
     device, dtype = pick_device(place.local_rank), getattr(torch, run.model.dtype)
-    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
+    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks:
         found = compare(config, ranks, dtype=dtype, quantize=run.method.quantize)
     if ranks.first:
         kept = run.method.quantize

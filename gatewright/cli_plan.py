@@ -70,7 +70,10 @@ def plan(
         str | None,
         _option(MODEL, "bf16, fp8, fp8-mxfp4, mxfp4, nvfp4, int8, int4, nf4, nf4-linears.", "FORMAT"),
     ] = None,
-    tokens: Annotated[int | None, _option(MODEL, "Tokens of a micro-batch. Default: 4096.")] = None,
+    tokens: Annotated[
+        int | None,
+        _option(MODEL, "Tokens of a micro-batch. Default: 4096, or 2048 or 1024 where that takes fewer GPUs."),
+    ] = None,
     document_tokens: Annotated[int | None, _option(MODEL, "Tokens of each document packed into it.")] = None,
     tokens_per_step: Annotated[int | None, _option(MODEL, "Tokens of an optimizer step, all GPUs together.")] = None,
     checkpointing: Annotated[str | None, _option(MODEL, "none, per_op, alternate or full. Default: full.")] = None,

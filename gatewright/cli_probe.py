@@ -16,6 +16,9 @@ def probe(
     only: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Only these: machine, devices, attention, groups, disk …")
     ] = None,
+    attention: Annotated[
+        bool, typer.Option("--attention", help="Only attention: its kernels, and the costs that schedules go by.")
+    ] = False,
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where checkpoints will be written; default: here.")
     ] = Path(),
@@ -43,6 +46,7 @@ def probe(
             typer.echo(line)
 
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
+    names += ["attention", "costs"] if attention else []
     wanted = Wanted(model=model, folder=str(folder), write_bytes=write_mib * 2**20)
     found = measure(wanted, only=names, timeout_s=timeout, tell=(lambda _: None) if as_json else tell)
     if out is not None:

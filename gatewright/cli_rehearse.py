@@ -25,7 +25,7 @@ def print_rehearsal(run: Run, *, config: Mapping[str, Any] | None, document_toke
         devices = Devices(ranks=gpus_of(run), per_node=run.hardware.per_node, device=gpu.title, gpu=gpu)
         run = choose_layout(run, devices).run
     layout = layout_of(run.parallel, ranks=1 if run.hardware is None and run.parallel == "auto" else gpus_of(run))
-    whole = micro_batch_tokens(run)
+    whole = micro_batch_tokens(run, ranks=layout.ranks)
     longest = run.data.max_tokens if isinstance(run.data.max_tokens, int) else whole
     document = min(document_tokens or longest, whole)
     lengths = [document] * (whole // document) + ([whole % document] if whole % document > 1 else [])

@@ -36,6 +36,8 @@ class Batch:
     """Numbers of the documents in their view; none in a filler."""
     exchange: Plan | None = None
     """Where documents are cut: the keys and values that ranks exchange. Lengths are then those of the slices."""
+    exchange_name: str | None = None
+    """What ranks make in this micro-batch, this one or others, such as `heads over 2`; None without CP."""
     context: Callable[..., Tensor] | None = None
     """Attention that makes this exchange; put there when the batch is placed on its device."""
 

@@ -20,6 +20,9 @@ from gatewright.packing.exchange_plan import plan
 from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule import MicroBatch, Slice, schedule
 
+SOLVER_SHARE = 0.01
+"""Of a step's time that the search for its schedule may take, in a thread of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
@@ -83,7 +86,8 @@ class Loader:
             # A rank that has nothing runs a filler, which is a document of its own to the exchange.
             filled = [held or [Slice(-1 - rank, 0, 1)] for rank, held in enumerate(slices)]
             part = plan(filled, self.rank, chosen)
-            yield make_slices(self.view, slices[self.rank], part) if slices[self.rank] else filler(part)
+            made = make_slices(self.view, slices[self.rank], part) if slices[self.rank] else filler(part)
+            yield replace(made, exchange_name=_named(chosen))
 
     def exchanges(self, step: int) -> dict[str, int]:
         """Micro-batches of a step by the exchange they make, on any rank; `whole`: those that cut no document."""
@@ -91,18 +95,26 @@ class Loader:
         counts: dict[str, int] = {}
         for slices in self._slices(self.plan.micro_batches(step, self.packs_per_step), self.cut):
             chosen = choose(slices, heads=self.cut.heads, rates=self.cut.rates, among=self.cut.exchanges)
-            name = f"{chosen[0]} over {chosen[1]}" if chosen else "whole"
-            counts[name] = counts.get(name, 0) + 1
+            counts[_named(chosen)] = counts.get(_named(chosen), 0) + 1
         return counts
 
     def _slices(self, packs: Sequence[IntArray], cut: Cut) -> Iterator[list[list[Slice]]]:
         """[ranks] of each micro-batch."""
         documents = np.concatenate(packs)
         planned = schedule(
-            self.view.lengths[documents], ranks=self.ranks, capacity=cut.capacity, costs=cut.costs, size=cut.size
+            self.view.lengths[documents],
+            ranks=self.ranks,
+            capacity=cut.capacity,
+            costs=cut.costs,
+            size=cut.size,
+            share=SOLVER_SHARE,
         )
         for micro_batch in planned.micro_batches:
             yield _numbered(micro_batch, documents)
+
+
+def _named(chosen: tuple[Name, int] | None) -> str:
+    return f"{chosen[0]} over {chosen[1]}" if chosen else "whole"
 
 
 def _numbered(micro_batch: MicroBatch, documents: IntArray) -> list[list[Slice]]:

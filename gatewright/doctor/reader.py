@@ -16,6 +16,8 @@ PIECE_END = b"\x1e\n"
 MAX_LINE_BYTES = 2**16
 BEFORE_LINES = 240
 AFTER_LINES = 48
+MAX_HELD_BYTES = 2**21
+"""Of lines that wait for those after them; of very long ones fewer wait."""
 MAX_FORMS = 60_000
 MAX_FORM_BYTES = 2048
 MAX_WORDS = 200_000
@@ -84,6 +86,8 @@ class Reader:
     def feed(self, chunk: bytes) -> Iterator[Line]:
         """The lines of interest that are complete after this chunk, and have the lines after them."""
         self.bytes += len(chunk)
+        if b"\0" in chunk:  # holes that a file system leaves where a node was lost
+            chunk = chunk.translate(None, b"\0")
         text = self._carry + chunk
         tail = b""
         if text.endswith(b"\r"):  # its newline may come with the next chunk
@@ -93,7 +97,7 @@ class Reader:
             self._carry = text + tail
             return
         if not end:
-            text += PIECE_END
+            text = b"".join(text[at : at + MAX_LINE_BYTES] + PIECE_END for at in range(0, len(text), MAX_LINE_BYTES))
             end = len(text)
         text, self._carry = text[:end], text[end:] + tail
         yield from self._read(_normal(text), last=False)
@@ -110,7 +114,7 @@ class Reader:
         if not raw[-1]:
             raw.pop()
         forms = text.translate(None, _DIGITS).split(b"\n")
-        ready = len(raw) if last else max(0, len(raw) - AFTER_LINES)
+        ready = len(raw) if last else max(0, len(raw) - _to_hold(raw))
         kinds = set(forms)
         self._learn(kinds)
         wanted = {form for form in self._watched.keys() & kinds if self._is_wanted(form)}
@@ -123,7 +127,8 @@ class Reader:
                 self._left[index] -= 1
             yield Line(number_at(at), raw[at], form.matches, form.visits <= VISITS, self._around(raw, at))
         self._line = number_at(ready)
-        self._past = (self._past + raw[max(0, ready - BEFORE_LINES) : ready])[-BEFORE_LINES:]
+        past = self._past + raw[max(0, ready - BEFORE_LINES) : ready]
+        self._past = [line[:MAX_TEXT] for line in past[-BEFORE_LINES:]]
         self._held = raw[ready:]
 
     def _is_wanted(self, form: bytes) -> bool:
@@ -221,6 +226,14 @@ class Vocabulary:
         self._words |= fresh
         hot = words & self._hot.keys()
         return [*self._always, *dict.fromkeys(literal for word in hot for literal in self._hot[word])]
+
+
+def _to_hold(raw: list[bytes]) -> int:
+    """How many of the last lines wait for the next chunk."""
+    count = AFTER_LINES
+    while count and sum(map(len, raw[-count:])) > MAX_HELD_BYTES:
+        count //= 2
+    return count
 
 
 def _numbering(raw: list[bytes], first: int) -> Callable[[int], int]:

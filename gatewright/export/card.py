@@ -23,6 +23,16 @@ def licence_of(base: Path) -> str:
     return f"see {', '.join(files)}" if files else "not stated in the base model's folder"
 
 
+def origin_of(base: Path) -> str:
+    """What the base model is called where it was published: from its provenance, config, or else its folder's name."""
+    stated: dict[str, Any] = {}
+    for name in ("config.json", "PROVENANCE.json"):
+        if (base / name).is_file():
+            stated |= json.loads((base / name).read_text(encoding="utf-8"))
+    named = stated.get("origin") or stated.get("_name_or_path") or ""
+    return named if re.fullmatch(r"[\w.-]+/[\w.-]+", str(named)) else base.resolve().name
+
+
 def training_figures(run_folder: Path) -> dict[str, Any]:
     """Steps, tokens, losses and answers of a run, from its event log."""
     found: dict[str, Any] = {}
@@ -46,21 +56,30 @@ def training_figures(run_folder: Path) -> dict[str, Any]:
 def model_card(manifest: Mapping[str, Any]) -> str:
     """README.md of the result folder, in Markdown with the front matter that model hubs read."""
     base, adapter = manifest["base"], manifest.get("adapter")
+    licence = base["licence"]
     lines = [
         "---",
-        f"license: {base['licence']}" if not base["licence"].startswith(("see", "not")) else "license: other",
-        f"base_model: {base['path']}",
+        f"license: {'other' if licence.startswith(('see', 'not')) else licence.lower()}",
+        f"base_model: {base['origin']}",
         "library_name: gguf" if manifest["files"] else "library_name: transformers",
         "---",
         "",
         f"# {manifest['name']}",
         "",
-        f"Base model: `{base['path']}`. Its licence ({base['licence']}) holds for this model too.",
+        f"Base model: {base['origin']}. Its licence ({licence}) holds for this model too.",
     ]
     if adapter:
-        lines += [f"An adapter of rank {adapter['rank']}, alpha {adapter['alpha']}, was merged in float32."]
+        lines += [
+            f"Fine-tuned with an adapter of rank {adapter['rank']}, alpha {adapter['alpha']:g}, "
+            + ("merged in float32." if manifest["merge"] else "which is a file of its own here.")
+        ]
     lines += [*_training(manifest), *_table(manifest), *_experts(manifest)]
-    lines += ["", "Everything above was measured; `manifest.json` has all figures, hashes and versions.", ""]
+    lines += [f"\n{note[0].upper()}{note[1:]}." for note in manifest["notes"]]
+    lines += [
+        "",
+        f"Everything above was measured; `manifest.json` has all figures, hashes and versions ({_made(manifest)}).",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -97,6 +116,7 @@ def _training(manifest: Mapping[str, Any]) -> list[str]:
         "exact_before": "held-out answers right before",
         "exact": "held-out answers right after",
     }
+    training = training | {"data": Path(training["data"]).name}
     rows = [f"| {label} | {_plain(training[key])} |" for key, label in words.items() if key in training]
     return ["", "## Training", "", "| | |", "|---|---|", *rows]
 
@@ -105,21 +125,24 @@ def _table(manifest: Mapping[str, Any]) -> list[str]:
     if not manifest["files"]:
         return []
     head = (
-        "| file | GiB | KL mean | KL median | KL p99 | base's KL median | same first choice | perplexity "
+        "| file | GiB | KL mean (base's) | KL median (base's) | KL p99 (base's) | same first choice | perplexity "
         "| same answers | verdict |"
     )
-    rows = ["", "## Files", "", head, "|---|---|---|---|---|---|---|---|---|---|"]
+    rows = ["", "## Files", "", head, "|---|---|---|---|---|---|---|---|---|"]
     for entry in manifest["files"]:
         figures, floor = entry["figures"], entry.get("base_figures")
+        divergences = (_beside(figures, floor, key) for key in ("kl_mean", "kl_median", "kl_p99"))
         rows.append(
-            f"| {entry['file']} | {figures['file_bytes'] / GIB:.2f} | {figures['kl_mean']:.2g} | "
-            f"{figures['kl_median']:.2g} | {figures['kl_p99']:.2g} | {_kl(floor)} | {figures['top1']:.1%} | "
-            f"{figures['perplexity']:.2f} ({figures['reference_perplexity']:.2f}) | "
+            f"| {entry['file']} | {figures['file_bytes'] / GIB:.2f} | {' | '.join(divergences)} | "
+            f"{figures['top1']:.1%} | {figures['perplexity']:.2f} ({figures['reference_perplexity']:.2f}) | "
             f"{figures['same_answers']} of {figures['answers']} | {'passed' if entry['passed'] else 'FAILED'} |"
         )
+    compared = manifest["data"]["comparison"]
     rows += [
         "",
-        "KL is of the original model in float32 from the file, in nats; in brackets the original's perplexity.",
+        f"Over {manifest['files'][0]['figures']['tokens']:,} positions of {Path(compared['source']).name}, prompts "
+        "included. KL is of the original model in float32 from the file, in nats; in brackets, what the base model "
+        "loses in the same type. After the perplexity, the original's.",
     ]
     return rows
 
@@ -133,8 +156,13 @@ def _experts(manifest: Mapping[str, Any]) -> list[str]:
     return ["", f"The comparison used {used} of {experts['experts']} routed experts{rest}."]
 
 
-def _kl(figures: Mapping[str, Any] | None) -> str:
-    return f"{figures['kl_median']:.2g}" if figures else "–"
+def _beside(figures: Mapping[str, Any], floor: Mapping[str, Any] | None, key: str) -> str:
+    return f"{figures[key]:.2g}" + (f" ({floor[key]:.2g})" if floor else "")
+
+
+def _made(manifest: Mapping[str, Any]) -> str:
+    versions = manifest["versions"]
+    return f"gatewright {versions['gatewright']}, llama-cpp-python {versions['llama.cpp'].split()[0]}"
 
 
 def _plain(value: object) -> str:

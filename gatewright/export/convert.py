@@ -77,6 +77,7 @@ def convert(
     partial = out.with_name(out.name + PARTIAL)
     writer = GGUFWriter(partial, config.family.architecture)
     _describe(writer, config, vocabulary, name=name, precision=precision)
+    writer.add_size_label(_size_label(outputs))
     write_outputs(writer, outputs, precision, tick)
     os.replace(partial, out)
     return out.stat().st_size
@@ -121,7 +122,13 @@ def _write(writer: GGUFWriter, outputs: list[Output], precision: Precision, tick
         written = 0
         for piece in output.read():
             # numpy knows no bfloat16: the bytes go out as they are.
-            data = piece.float().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = (
+                (piece if piece.dtype == dtype else piece.float().to(dtype))
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+            )
             file.write(data.data)
             written += data.nbytes
             tick(done + written, total)
@@ -136,6 +143,9 @@ def _write(writer: GGUFWriter, outputs: list[Output], precision: Precision, tick
 def plan_outputs(config: Config, shards: Shards) -> Iterator[Output]:
     """Every tensor of the file, in the order of the folder's. Raises ModelError for one that has no name in GGUF."""
     names = gguf.get_tensor_name_map(_architecture(config), config.layers)
+    if config.rope["rope_type"] == "llama3":
+        factors = _llama3_factors(config)
+        yield Output("rope_freqs.weight", tuple(factors.shape), lambda: iter([factors]), True)
     stacked: set[tuple[str, str]] = set()
     for key in shards.place:
         expert, fused = EXPERT.fullmatch(key), FUSED.fullmatch(key)
@@ -150,9 +160,6 @@ def plan_outputs(config: Config, shards: Shards) -> Iterator[Output]:
             yield from _fused(shards, names, fused[1], fused[2])
         else:
             yield _single(config, shards, names, key)
-    if config.rope["rope_type"] == "llama3":
-        factors = _llama3_factors(config)
-        yield Output("rope_freqs.weight", tuple(factors.shape), lambda: iter([factors]), True)
 
 
 def gguf_name(names: gguf.TensorNameMap, key: str, *, folder: Path) -> str:
@@ -235,8 +242,9 @@ def _describe(writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, nam
     writer.add_feed_forward_length(values["intermediate_size"])
     writer.add_head_count(config.heads)
     writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    if values.get("head_dim"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if config.family.architecture == "llama":
@@ -257,6 +265,15 @@ def _describe(writer: GGUFWriter, config: Config, vocabulary: Vocabulary, *, nam
     writer.add_file_type(STORED[precision][2])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     vocabulary.write(writer)
+
+
+def _size_label(outputs: list[Output]) -> str:
+    """Such as 1.1B or 8x7.0B: what people call the model's size (general.size_label)."""
+    stacks = [output.shape for output in outputs if "_exps." in output.name]
+    experts = stacks[0][0] if stacks else 0
+    in_experts = sum(math.prod(shape) for shape in stacks)
+    total = sum(math.prod(output.shape) for output in outputs)
+    return gguf.size_label(total, total - in_experts, in_experts // max(experts, 1), experts)
 
 
 def _llama3_factors(config: Config) -> Tensor:

@@ -101,7 +101,6 @@ _HARMLESS: dict[str, Any] = {
     "arrow_config": None,
 }  # fmt: skip
 """Settings that change what an adapter means, each with the value that does not."""
-"""Settings that change what an adapter means, each with the value that does not."""
 
 
 def read_adapter(folder: Path, model: PreTrainedModel, *, base: Path) -> AdapterFiles:

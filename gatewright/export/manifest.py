@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from gatewright import __version__
+from gatewright.data.tokenizer import load_tokenizer
 from gatewright.export import llama
-from gatewright.export.card import licence_of, training_figures
+from gatewright.export.card import licence_of, modelfile, origin_of, training_figures
 from gatewright.export.deltas import AdapterFiles
+from gatewright.export.reference import load_reference
 from gatewright.export.sample import SampleRequest
 from gatewright.export.source import ExportSource
 from gatewright.export.study import Sample
@@ -37,6 +39,7 @@ def describe(
         "name": source.name,
         "base": {
             "path": str(source.base),
+            "origin": origin_of(source.base),
             "fingerprint": base_fingerprint(source.base),
             "licence": licence_of(source.base),
         },
@@ -74,6 +77,18 @@ def data_read(request: SampleRequest, sample: Sample) -> dict[str, Any]:
             "tokens": sum(map(len, sample.heldout)),
         },
     }
+
+
+def ollama_file(out: Path, entry: Mapping[str, Any], *, base: Path, template: str | None, context_tokens: int) -> str:
+    """The Modelfile of a file of the result; an adapter's quantised base is put beside it."""
+    tokenizer = load_tokenizer(base)
+    stops = tokenizer.convert_ids_to_tokens(load_reference(out / "reference.npz").ends)
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    model, adapter = entry["file"], None
+    if level := entry["on_base"]:
+        adapter = model
+        model = publish(out, out / "work" / f"base-{level}.gguf", f"base-{level}", True).name
+    return modelfile(model, adapter=adapter, chat_template=template or own, stops=stops, context_tokens=context_tokens)
 
 
 def publish(out: Path, file: Path, stem: str, passed: bool) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gatewright.export.families import architecture_of
 from gatewright.export.shards import PARTIAL
+from gatewright.export.vocabulary import known_pre_tokenizer
 from gatewright.spec.errors import ModelError, RunFailed, UserError
 
 KNOWN: Mapping[str, str] = {
@@ -48,7 +49,8 @@ def convert_officially(script: Path, folder: Path, out: Path, *, precision: str)
     """
     _refuse_silent_faults(folder)
     partial = out.with_name(out.name + PARTIAL)
-    command = [sys.executable, str(script), str(folder), "--outfile", str(partial), "--outtype", precision]
+    process = [sys.executable, "-P", "-m", "gatewright.export.official_process", known_pre_tokenizer(folder) or ""]
+    command = [*process, str(script), str(folder), "--outfile", str(partial), "--outtype", precision]
     if architecture_of(folder) in WITHOUT_DRAFT_LAYERS:
         command.append("--no-nextn")
     path = os.pathsep.join([str(script.parent / "gguf-py"), str(script.parent), os.environ.get("PYTHONPATH", "")])

@@ -21,16 +21,15 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 
-from gatewright.data.tokenizer import load_tokenizer
 from gatewright.export.adapter_gguf import write_adapter
-from gatewright.export.card import model_card, modelfile
+from gatewright.export.card import model_card
 from gatewright.export.convert import Precision, convert
 from gatewright.export.coverage import expert_coverage
 from gatewright.export.deltas import AdapterFiles, read_adapter
 from gatewright.export.families import FAMILIES, architecture_of, read_config
 from gatewright.export.imatrix import load_importance, save_importance
-from gatewright.export.manifest import data_read, describe, publish
-from gatewright.export.measure import EXACT_KL, Figures, gates, measure
+from gatewright.export.manifest import data_read, describe, ollama_file, publish
+from gatewright.export.measure import EXACT_KL, Figures, Gate, gates, measure
 from gatewright.export.merge import LOST, empty_model, merge
 from gatewright.export.official import check_converter, convert_officially
 from gatewright.export.quantise import Recipe, quantise
@@ -40,6 +39,7 @@ from gatewright.export.source import ExportSource
 from gatewright.export.steps import Result, Steps, Tick, file_sha256, write_json
 from gatewright.export.study import Sample, load_plain, median_kl, study
 from gatewright.export.vocabulary import read_vocabulary
+from gatewright.export.weights import WEIGHT_ERROR, worst_weight
 from gatewright.model.base_files import base_fingerprint
 from gatewright.model.load import check_weights
 from gatewright.model.load import read_config as read_hf_config
@@ -47,7 +47,7 @@ from gatewright.model.sources import read_format
 from gatewright.spec.errors import UserError
 
 SOURCE_OF_QUANTISED: Precision = "f16"
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Of what is measured; figures of another version are measured again."""
 MERGE_KL = {torch.float32: 1e-6, torch.float16: EXACT_KL}
 """Median KL of the merged model from the base model with its adapter beside it, at most."""
@@ -109,6 +109,8 @@ class _Export:
             )
             manifest["merge_proof"] = proof
         manifest["experts"] = expert_coverage(reference.expert_tokens, self.adapter)
+        if architecture_of(model) not in FAMILIES and not all(recipe.converted for recipe in self.request.recipes):
+            self._note("quantised without an importance matrix, which is made for our own conversions only")
         files = [self._file(recipe, model, compared=with_base) for recipe in self.request.recipes]
         if self.request.to == "adapter-gguf":  # one file, judged on several bases
             passed = all(entry["passed"] for entry in files)
@@ -297,22 +299,23 @@ class _Export:
     def _file(self, recipe: Recipe, model: Path, *, compared: bool) -> dict[str, Any]:
         """Makes and judges one file of the result; its entry in the manifest."""
         floor: Result | None = None
-        quantised: Result = {}
         base_file: Path | None = None
+        alone = self.request.to == "gguf"
         if compared:
-            base_file, _ = self._built("base", self._dense_base(), recipe, self.base_identity)
+            base_file, quantised = self._built("base", self._dense_base(), recipe, self.base_identity)
             floor = self._figures("base", base_file, self.work / "base.reference.npz", recipe)
-        if self.request.to == "adapter-gguf":
-            assert base_file is not None
-            file, stem = self._adapter_file(), f"{self.source.name}-adapter"
-            figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
-        else:
+        if alone:
             file, quantised = self._built("tuned", model, recipe, self.identity)
             figures = self._figures("tuned", file, self.out / "reference.npz", recipe)
             stem = f"{self.source.name}-{recipe.label}"
-        judged = gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)
+        else:
+            assert base_file is not None
+            file, stem = self._adapter_file(), f"{self.source.name}-adapter"
+            figures = self._figures("tuned", base_file, self.out / "reference.npz", recipe, adapter=file)
+        made = self._made_gates(recipe, model, file if base_file is None or alone else base_file)
+        judged = [*made, *gates(Figures(**figures), exact=recipe.exact, base=Figures(**floor) if floor else None)]
         passed = all(gate.passed for gate in judged)
-        published = publish(self.out, file, stem, passed) if self.request.to == "gguf" else file
+        published = publish(self.out, file, stem, passed) if alone else file
         if fallbacks := quantised.get("fallbacks"):
             words = ", ".join(f"{count} as {kind}" for kind, count in fallbacks.items())
             self._note(
@@ -321,11 +324,38 @@ class _Export:
             )
         return {
             "file": published.name, "recipe": recipe.label, "sha256": file_sha256(published), "passed": passed,
-            "on_base": recipe.label if self.request.to == "adapter-gguf" else None,
-            "fallbacks": quantised.get("fallbacks", {}), "exact": recipe.exact,
-            "gates": [{"name": g.name, "value": g.value, "limit": g.limit, "passed": g.passed} for g in judged],
-            "figures": figures, "base_figures": floor,
+            "on_base": None if alone else recipe.label,
+            "fallbacks": quantised.get("fallbacks", {}), "exact": recipe.exact, "making_gates": len(made),
+            "gates": [gate.as_dict() for gate in judged], "figures": figures, "base_figures": floor,
         }  # fmt: skip
+
+    def _made_gates(self, recipe: Recipe, model: Path, file: Path) -> list[Gate]:
+        """Of how a quantised file was made, which its own answers beside the base's do not show.
+
+        A conversion that is wrong in the same way for both would pass a comparison of the two.
+        """
+        if recipe.converted:
+            return []
+        level = Recipe(level=SOURCE_OF_QUANTISED)
+        if self.request.to == "gguf":
+            side, adapter = "tuned", None
+            source = self._converted(side, model, level.level, self.identity)
+        else:
+            side, adapter = "base", self._adapter_file()
+            source = self._converted(side, self._dense_base(), level.level, self.base_identity)
+        exact = self._figures("tuned", source, self.out / "reference.npz", level, adapter=adapter)
+
+        def action(tick: Tick) -> Result:
+            worst = worst_weight(file, source)
+            return {"where": str(worst), "error": worst.error}
+
+        inputs = {"made": file.stat().st_mtime_ns, "source": source.stat().st_mtime_ns, "figures": FIGURES_VERSION}
+        words = f"compare weights of {side} {recipe.label}"
+        worst = self.steps.run(f"weights-{side}-{recipe.label}", words, inputs, list, action)
+        return [
+            Gate(f"median KL of the {level.level} it was made from", exact["kl_median"], EXACT_KL),
+            Gate(f"largest error of a weight ({worst['where']})", worst["error"], WEIGHT_ERROR),
+        ]
 
     def _adapter_file(self) -> Path:
         file = self.work / "adapter.gguf"
@@ -353,25 +383,12 @@ class _Export:
                 shutil.copyfile(file, self.out / file.name)
         (self.out / "README.md").write_text(model_card(manifest), encoding="utf-8")
         if best := next((entry for entry in reversed(files) if entry["passed"]), None):
-            (self.out / "Modelfile").write_text(self._modelfile(best), encoding="utf-8")
+            tokens, template = self.request.context_tokens, self.template
+            text = ollama_file(self.out, best, base=self.source.base, template=template, context_tokens=tokens)
+            (self.out / "Modelfile").write_text(text, encoding="utf-8")
         write_json(self.out / "manifest.json", manifest)
         work_bytes = sum(f.stat().st_size for f in self.work.rglob("*") if f.is_file() and f.stat().st_nlink == 1)
         return Outcome(passed=passed, manifest=manifest, work_bytes=work_bytes)
-
-    def _modelfile(self, entry: Mapping[str, Any]) -> str:
-        tokenizer = load_tokenizer(self.source.base)
-        stops = tokenizer.convert_ids_to_tokens(load_reference(self.out / "reference.npz").ends)
-        template = self.template or (tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None)
-        on_base = entry["on_base"]
-        if on_base:
-            base = publish(self.out, self.work / f"base-{on_base}.gguf", f"base-{on_base}", True)
-        return modelfile(
-            base.name if on_base else entry["file"],
-            adapter=entry["file"] if on_base else None,
-            chat_template=template,
-            stops=stops,
-            context_tokens=self.request.context_tokens,
-        )
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gatewright.export.measure import Figures, gates, measure
+from gatewright.export.measure import Figures, Gate, gates, measure
 from gatewright.export.reference import load_reference
+from gatewright.export.steps import file_sha256
 from gatewright.spec.errors import ModelError
 
 
@@ -27,13 +28,17 @@ def judge(file: Path, against: Path, *, threads: int | None, adapter: Path | Non
             f"{manifest_file}: knows no file like {file.name}, so there is nothing to hold it to; it knows "
             f"{', '.join(str(entry['file']) for entry in entries)}"
         )
-    floor = entry["base_figures"]
-    judged = gates(figures, exact=entry["exact"], base=Figures(**floor) if floor else None)
+    # Without a base, what the file lost when it was exported is what it may lose here.
+    judged = gates(figures, exact=entry["exact"], base=Figures(**(entry["base_figures"] or entry["figures"])))
+    if file.name == entry["file"] and adapter is None:
+        judged.append(Gate("bytes other than those exported (sha256)", int(file_sha256(file) != entry["sha256"]), 0))
+    # What only the export could see, of the conversion and of each weight.
+    found = [*entry["gates"][: entry["making_gates"]], *(gate.as_dict() for gate in judged)]
     return {
         "file": str(file),
         "as": entry["recipe"],
-        "passed": all(gate.passed for gate in judged),
-        "gates": [{"name": g.name, "value": g.value, "limit": g.limit, "passed": g.passed} for g in judged],
+        "passed": all(gate["passed"] for gate in found),
+        "gates": found,
         "figures": figures.as_dict(),
     }
 

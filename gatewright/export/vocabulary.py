@@ -96,7 +96,7 @@ def read_vocabulary(folder: Path, *, size: int, chat_template: str | None = None
     ids = tokenizer("a", add_special_tokens=True).input_ids
     special = {
         "bos": tokenizer.bos_token_id, "eos": _end(folder, tokenizer, size),
-        "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id,
+        "pad": tokenizer.pad_token_id, "unk": tokenizer.unk_token_id if _states_unknown(folder, model) else None,
     }  # fmt: skip
     return Vocabulary(
         model="llama" if pieces else "gpt2",
@@ -113,6 +113,13 @@ def read_vocabulary(folder: Path, *, size: int, chat_template: str | None = None
     )
 
 
+def known_pre_tokenizer(folder: Path) -> str | None:
+    """llama.cpp's name of what the folder's tokenizer does before merges; None where it has none, or needs none."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return PRE_TOKENIZERS.get(_steps(content))
+
+
 def _end(folder: Path, tokenizer: PreTrainedTokenizerFast, size: int) -> int | None:
     """The token that ends an answer: the tokenizer's own, unless the model's generation_config names others only."""
     file = folder / "generation_config.json"
@@ -121,6 +128,13 @@ def _end(folder: Path, tokenizer: PreTrainedTokenizerFast, size: int) -> int | N
     own = tokenizer.eos_token_id
     known = [end for end in ends if end < size]
     return own if own in known or not known else int(known[0])
+
+
+def _states_unknown(folder: Path, model: Mapping[str, Any]) -> bool:
+    """Whether the files name an unknown token: some of transformers' tokenizer classes make one up."""
+    file = folder / "tokenizer_config.json"
+    config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return bool(model.get("unk_token") or config.get("unk_token"))
 
 
 def _tokens(
@@ -171,14 +185,18 @@ def _space_prefix(content: Mapping[str, Any]) -> bool:
 
 
 def _pre_tokenizer(folder: Path, content: Mapping[str, Any]) -> str:
-    stated = content.get("pre_tokenizer") or {}
-    steps = tuple(_step(part) for part in stated.get("pretokenizers", [stated]))
+    steps = _steps(content)
     if steps in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[steps]
     raise ModelError(
         f"{folder}/tokenizer.json: llama.cpp has no pre-tokenizer that does what this one does ({', '.join(steps)}), "
         "so texts would be cut into other tokens than in training; no GGUF file is written"
     )
+
+
+def _steps(content: Mapping[str, Any]) -> tuple[str, ...]:
+    stated = content.get("pre_tokenizer") or {}
+    return tuple(_step(part) for part in stated.get("pretokenizers", [stated]))
 
 
 def _step(part: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ gatewright.json             fingerprint of the base model, dropout in training, 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,36 +48,66 @@ class Entry:
     """Numbers of the experts along the first axis; empty for other tensors."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """An adapter in host memory, to be written without the model."""
+
+    entries: Mapping[str, Entry]
+    config: Mapping[str, Any]
+    dropout: float
+    chosen: Mapping[str, list[int]]
+    """Module -> adapted experts, where only some are."""
+    base: str
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes the folder, and returns its files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: entry.fold(entry.tensor).contiguous() for key, entry in self.entries.items()}
+        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        _write_json(folder / CONFIG, self.config)
+        notes = {
+            "base": base_fingerprint(Path(self.base)),
+            "dropout": self.dropout,
+            "experts": self.chosen,
+            "digest": _digest(self.entries),
+        }
+        _write_json(folder / NOTES, notes)
+        return [folder / WEIGHTS, folder / CONFIG, folder / NOTES]
+
+
+def take_adapter(
+    model: PreTrainedModel, adapter: spec.Adapter, *, base: str, host: Callable[[str, Tensor], Tensor]
+) -> AdapterFiles:
+    """The adapter as it is now; `host` gives the tensor of a name in host memory, copied or not.
+
+    Raises CheckpointError for a tensor with NaN or infinite values.
+    """
+    entries = adapter_entries(model, adapter)
+    for key, entry in entries.items():
+        if not entry.tensor.isfinite().all():
+            raise CheckpointError(f"adapter not saved: {key.removeprefix(PREFIX)} holds NaN or infinite values")
+    config = _peft_config(model, adapter)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    return AdapterFiles(
+        entries={key: replace(entry, tensor=host(f"adapter/{key}", entry.tensor)) for key, entry in entries.items()},
+        config={k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()},
+        dropout=adapter.dropout,
+        chosen={
+            name.removesuffix(f".{LORA}"): list(module.chosen)
+            for name, module in model.named_modules()
+            if isinstance(module, ExpertLora) and module.chosen is not None
+        },
+        base=base,
+    )
+
+
 def save_adapter(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
     """Writes the adapter so that stock PEFT loads the folder.
 
     Raises CheckpointError, before anything is written, for a tensor with NaN or infinite values.
     """
-    entries = adapter_entries(model, adapter)
-    for key, entry in entries.items():
-        if not entry.tensor.isfinite().all():
-            raise CheckpointError(f"{folder}: not saved: {key.removeprefix(PREFIX)} holds NaN or infinite values")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {key: entry.fold(entry.tensor.detach()).cpu().contiguous() for key, entry in entries.items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    config = _peft_config(model, adapter)
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    _write_json(folder / CONFIG, {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()})
-    chosen = {
-        name.removesuffix(f".{LORA}"): list(module.chosen)
-        for name, module in model.named_modules()
-        if isinstance(module, ExpertLora) and module.chosen is not None
-    }
-    _write_json(
-        folder / NOTES,
-        {
-            "base": base_fingerprint(Path(base)),
-            "dropout": adapter.dropout,
-            "experts": chosen,
-            "digest": adapter_digest(model, adapter),
-        },
-    )
+    take_adapter(model, adapter, base=base, host=lambda _, tensor: tensor.detach().cpu()).write(folder)
 
 
 def load_adapter(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
@@ -130,8 +160,12 @@ def adapter_digest(model: PreTrainedModel, adapter: spec.Adapter) -> str:
     The sum does not depend on an order: ranks that hold the same tensors have the same digest, and the digests of ranks
     that hold different experts add up to that of all.
     """
+    return _digest(adapter_entries(model, adapter))
+
+
+def _digest(entries: Mapping[str, Entry]) -> str:
     total = 0
-    for key, entry in adapter_entries(model, adapter).items():
+    for key, entry in entries.items():
         tensor = entry.tensor.detach().float().cpu().contiguous()
         parts = zip(entry.experts, tensor, strict=True) if entry.experts else ((-1, tensor),)
         for expert, part in parts:

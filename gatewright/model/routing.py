@@ -14,7 +14,7 @@ loss is the mean over layers. So neither the number of micro-batches nor of rank
 Shapes: T tokens, k choices a token, E experts, S documents, L MoE layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -149,7 +149,8 @@ class Seen:
 class RouterWatch:
     """Hooks on all routers. `terms` switches the losses on for what runs next, `recording` keeps what routers do."""
 
-    def __init__(self, routers: list[Router]) -> None:
+    def __init__(self, routers: list[Router], *, scores: Mapping[int, str] | None = None) -> None:
+        """`scores`: layer -> score function, where it is known; else it is told from the first forward pass."""
         self.routers = routers
         self.terms: Terms | None = None
         self.recording = False
@@ -158,7 +159,7 @@ class RouterWatch:
         """Layer -> Σ_t p_t [E] of the current micro-batch."""
         self.values: dict[int, tuple[Tensor, Tensor]] = {}
         """Layer -> (balance, z) of the current micro-batch, unweighted; set again, not added to, by a recomputation."""
-        self._score: dict[int, str] = {}
+        self._score = dict(scores or {})
         for row, router in enumerate(routers):
             router.module.register_forward_hook(self._hook(row, router))
 

@@ -37,6 +37,15 @@ def alike_in_steps(
     return in_order(packs, np.concatenate((loose[:lead], by_cost[draw.permutation(steps)].reshape(-1), loose[lead:])))
 
 
+def idle_share(packs: Packs, lengths_N: IntArray, *, ranks: int, knee_tokens: int = KNEE_TOKENS) -> float:
+    """Share of their time that ranks wait when each takes every so-many-th pack and all wait after each: 0 to 1."""
+    rounds = len(packs) // ranks
+    if not rounds:
+        return 0.0
+    costs = pack_costs(packs, lengths_N, knee_tokens=knee_tokens)[: rounds * ranks].reshape(rounds, ranks)
+    return 1.0 - float(costs.sum()) / (ranks * float(costs.max(axis=1).sum()))
+
+
 def in_order(packs: Packs, order_P: IntArray) -> Packs:
     """The packs by these numbers."""
     sizes = np.diff(packs.offsets)[order_P]

@@ -11,7 +11,7 @@ instead of one, and the keys and values of the other s − x tokens, which have 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gatewright.packing.flops import ATTENTION_PASSES
+from gatewright.spec.errors import UserError
 from gatewright.spec.hardware import Gpu
+from gatewright.spec.probe import Costs, read_probe
 from gatewright.spec.shape import Attention, ModelShape
 
 CATALOG = Path(__file__).parent.parent / "catalog" / "attention_cost.json"
@@ -190,3 +192,53 @@ def rates(row: Mapping[str, Any]) -> Rates:
 def cpu_rates() -> Rates:
     """Of one CPU core, as measured once; a probe of the machine replaces them."""
     return rates(catalogue()["cpu"])
+
+
+def device_rates(device: str) -> Rates:
+    """Of a device by the name that its driver gives, such as `NVIDIA H200`.
+
+    Of one that the catalogue lacks, its maker's; only their ratios steer a schedule. A name of no GPU is a CPU's.
+    """
+    name = device.lower()
+    if name.startswith("cpu"):  # its architecture may be amd64
+        return cpu_rates()
+    for row, words in {"mi250x-gcd": ("mi250",), "mi300x": ("mi3", "amd"), "h200": ("nvidia",)}.items():
+        if any(word in name for word in words):
+            return rates(catalogue()[row])
+    return cpu_rates()
+
+
+def read_rates(probe: Path) -> Rates:
+    """Those of a probe.json. Raises UserError for a file that is none, or has no costs in it."""
+    found = read_probe(probe)
+    if found.costs is None:
+        outcome = found.outcome("costs")
+        why = f" ({outcome.status}: {outcome.text})" if outcome else ""
+        raise UserError(
+            f"{probe}: no measured costs in it{why}; `gatewright probe --attention --out {probe}` makes them"
+        )
+    return measured_rates(found.costs)
+
+
+def measured_rates(costs: Costs) -> Rates:
+    """What a probe measured. What it could not, such as links of a single device, is the catalogue's for the device.
+
+    The trainer exchanges keys and values before it attends, so nothing of a measured exchange counts as hidden.
+    """
+    like = device_rates(costs.device)
+    linked = costs.bytes_per_s is not None and costs.hop_s is not None
+    near = costs.bytes_per_s or like.near_bytes_per_s
+    return replace(
+        like,
+        linear_flops_per_s=costs.linear_flops_per_s,
+        expert_flops_per_s=costs.expert_flops_per_s or costs.linear_flops_per_s,
+        attention_flops_per_s=costs.attention_flops_per_s,
+        tile_tokens=costs.tile_tokens,
+        slot_s=costs.slot_s or like.slot_s,
+        near_bytes_per_s=near,
+        far_bytes_per_s=min(near, like.far_bytes_per_s) if like.gpu != "cpu" else near,
+        hop_s=like.hop_s if costs.hop_s is None else costs.hop_s,
+        hidden=0.0 if linked else like.hidden,
+        source=f"measured by a probe of {costs.device}, {costs.dtype}"
+        + (f", {costs.ranks} ranks" if linked else f"; links: {like.source}"),
+    )

@@ -30,8 +30,10 @@ def read_lengths(path: Path) -> tuple[IntArray, int]:
         lengths = None
     if lengths is None or (len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= LIMIT):
         raise DataError(first_mistake(path, lines))
-    if not len(lengths) or not lengths.any():
+    if not len(lengths):
         raise DataError(f"{path}: no lengths in it; wanted one whole number of tokens a line")
+    if not lengths.any():
+        raise DataError(f"{path}: every document in it is empty, {len(lengths):,} lines of 0; wanted lengths in tokens")
     return lengths[lengths > 0], int((lengths == 0).sum())
 
 

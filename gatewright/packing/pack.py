@@ -1,10 +1,10 @@
-"""Put documents into packs: exact best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
+"""Put documents into packs: best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
 
 lengths      5 3 3 2 2 1        capacity 8
 packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +13,10 @@ from operator import neg
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.pack_exact import Placed, fill_exactly
+
+NEAR = 0.0005
+"""Above the lower bound, in packs: what is not worth the search for fewer."""
 IntArray = npt.NDArray[np.int64]
 Seed = int | Sequence[int]
 
@@ -44,11 +48,21 @@ class Packs:
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
 
-def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max_documents: int | None = None) -> Packs:
-    """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds.
+def pack(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    seed: Seed | None = None,
+    max_documents: int | None = None,
+    thorough: bool = True,
+) -> Packs:
+    """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds, or fewer.
 
-    The result has as many packs as placing the documents one by one, longest first, each into the fullest pack that
-    still has room. Work grows with the number of distinct lengths, not with the number of documents.
+    The result has at most as many packs as placing the documents one by one, longest first, each into the fullest pack
+    that still has room. Work grows with the number of distinct lengths, not with the number of documents.
+
+    thorough: where that leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes some
+    ten times as long; not with `max_documents`.
 
     A seed draws which of several equally long documents goes where, and the order of the packs; how many packs there
     are does not depend on it. The same seed gives the same packs in every process.
@@ -60,6 +74,10 @@ def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max
     counts = np.bincount(lengths_N) if len(lengths_N) else np.zeros(1, np.int64)
     distinct = np.flatnonzero(counts)[::-1]
     placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
+    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most))
+    for commonest in (False, True) if thorough and max_documents is None else ():
+        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
+            placed = min(placed, other, key=lambda found: found.total_packs)
     longest_first, pack_place = _draw(lengths_N, placed.total_packs, seed)
     pack_N = pack_place[_expand(placed)]
     documents_P = np.bincount(pack_N, minlength=placed.total_packs)
@@ -68,9 +86,7 @@ def pack(lengths: npt.ArrayLike, capacity: int, *, seed: Seed | None = None, max
         offsets=np.concatenate(([0], np.cumsum(documents_P))),
         capacity=capacity,
         tokens=int(lengths_N.sum()),
-        lower_bound=max(
-            sum_bound(lengths_N, capacity), martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most)
-        ),
+        lower_bound=bound,
     )
 
 
@@ -105,73 +121,98 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     return int((alone + big + extra).max())
 
 
-@dataclass(slots=True)
-class _Placed:
-    """What best-fit did, in order: `packs[j]` packs from `first_pack[j]` on took the next `each[j]` documents each."""
-
-    first_pack: list[int]
-    packs: list[int]
-    each: list[int]
-    total_packs: int
+BITS = 40
+FIRST = (1 << BITS) - 1
+"""A run of packs with the same room is one integer, (room << BITS) + its first pack: runs then sort by room, fast."""
 
 
-def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> _Placed:
+def _best_fit(distinct: list[int], counts: list[int], capacity: int, max_documents: int) -> Placed:
     """Place `counts[j]` documents of `distinct[j]` tokens (descending).
 
     Packs with the same room are interchangeable, so they are kept as runs of consecutive numbers. A pack that took a
     document of length L is still the fullest with room for another as long as another fits, so it takes as many as
-    fit, and all packs of a run do so at once. Written for speed: this loop is most of the packer's time.
+    fit, and all packs of a run do so at once. Lengths only fall: runs with room for the present one are a stack, the
+    fullest on top; the others wait, the one with most room first. Written for speed: it is most of the packer's time.
     """
     first_pack, packs_of, each_of, total = _one_a_pack(distinct, counts, capacity)
     alone = len(first_pack)
-    rooms = [capacity - length for length in distinct[:alone]] if max_documents > 1 else []
-    """Rooms of open packs, ascending; each has at least one run. A pack that is full stays at 0, where nothing fits."""
-    runs = {room: [(first_pack[j], packs_of[j], 1)] for j, room in enumerate(rooms)}
-    """Room → runs of (first pack, packs, documents that each holds)."""
+    useful = distinct[-1] << BITS if distinct else 0
+    limited = bool(distinct) and max_documents < capacity // distinct[-1]
+    stack: list[int] = []
+    waiting = [-((capacity - distinct[j] << BITS) + first_pack[j]) for j in reversed(range(alone))]
+    waiting = [*waiting, 1] if max_documents > 1 else [1]
+    """Runs as negative numbers, in order, and behind them one that none is above; those before `at` have left."""
+    at = 0
+    packs_in = {first: packs for first, packs in zip(first_pack, packs_of, strict=True) if packs > 1}
+    """Of runs of several packs, by the first."""
+    held = dict.fromkeys(first_pack, 1) if limited else {}
+    """Documents in each pack of a run, by the first; kept only where `max_documents` can stop one."""
 
-    def keep_open(room: int, run: tuple[int, int, int]) -> None:
-        if run[2] == max_documents or not room:
+    def keep(run: int, packs: int, documents: int, token: int) -> None:
+        if run < useful or documents == max_documents:
             return
-        if room in runs:
-            runs[room].append(run)
+        if packs > 1:
+            packs_in[run & FIRST] = packs
+        if limited:
+            held[run & FIRST] = documents
+        if run >= token:
+            stack.append(run)
         else:
-            runs[room] = [run]
-            insort(rooms, room)
+            insort(waiting, -run)
 
     for length, left in zip(distinct[alone:], counts[alone:], strict=True):
+        token = length << BITS
+        while waiting[at] <= -token:
+            stack.append(-waiting[at])
+            at += 1
         while left:
-            at = bisect_left(rooms, length)
-            if at < len(rooms):
-                room = rooms[at]
-                stack = runs[room]
-                first, packs, documents = stack.pop()
-                if not stack:
-                    del runs[room], rooms[at]
+            if stack:
+                run = stack.pop()
+                first = run & FIRST
+                packs = packs_in.pop(first, 1)
+                if packs == 1 and not limited:  # most of them: what follows, written out for one
+                    each = (run >> BITS) // length
+                    if each > left:
+                        each = left
+                    left -= each
+                    first_pack.append(first)
+                    packs_of.append(1)
+                    each_of.append(each)
+                    run -= each * token
+                    if run >= token:
+                        stack.append(run)
+                    elif run >= useful:
+                        insort(waiting, -run, at)
+                    continue
+                documents = held[first] if limited else 0
             else:
-                room, documents, first = capacity, 0, total
+                run, first, documents = (capacity << BITS) + total, total, 0
                 packs = -(-left // min(capacity // length, max_documents))
                 total += packs
-            each = min(room // length, max_documents - documents)
-            full = left // each
-            if full >= packs:
-                full, rest, used = packs, 0, packs
+            each = (run >> BITS) // length
+            if limited:
+                each = min(each, max_documents - documents)
+            if packs == 1:
+                each = min(each, left)
+                full, rest = 1, 0
             else:
-                rest = left - full * each
-                used = full + 1 if rest else full
-            if full:
-                first_pack.append(first)
-                packs_of.append(full)
-                each_of.append(each)
-                keep_open(room - each * length, (first, full, documents + each))
+                full, rest = divmod(left, each)
+                if full >= packs:
+                    full, rest = packs, 0
+            left -= full * each + rest
+            if (used := full + (rest > 0)) < packs:
+                keep(run + used, packs - used, documents, token)
             if rest:
                 first_pack.append(first + full)
                 packs_of.append(1)
                 each_of.append(rest)
-                keep_open(room - rest * length, (first + full, 1, documents + rest))
-            if used < packs:
-                keep_open(room, (first + used, packs - used, documents))
-            left -= full * each + rest
-    return _Placed(first_pack, packs_of, each_of, total)
+                keep(run + full - rest * token, 1, documents + rest, token)
+            if full:
+                first_pack.append(first)
+                packs_of.append(full)
+                each_of.append(each)
+                keep(run - each * token, full, documents + each, token)
+    return Placed(first_pack, packs_of, each_of, total)
 
 
 def _one_a_pack(distinct: list[int], counts: list[int], capacity: int) -> tuple[list[int], list[int], list[int], int]:
@@ -181,7 +222,7 @@ def _one_a_pack(distinct: list[int], counts: list[int], capacity: int) -> tuple[
     return [0, *ends[:-1]] if ends else [], counts[:alone], [1] * alone, ends[-1] if ends else 0
 
 
-def _expand(placed: _Placed) -> IntArray:
+def _expand(placed: Placed) -> IntArray:
     """[documents] pack of each document, in order of descending length."""
     first, packs, each = (np.array(column, np.int64) for column in (placed.first_pack, placed.packs, placed.each))
     ends = np.cumsum(packs)

@@ -10,7 +10,6 @@ the same share of its attention:
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,8 @@ SEARCHED = 100_000
 """Documents × micro-batches up to which all candidates are tried: the effort of some grows with that product."""
 SHARES = 4_000_000
 """Shares that a static candidate may cut a larger step into."""
+OPERATION_S = 0.4e-6
+"""Seconds of one of the operations that the effort of candidates is estimated in, on one core."""
 FILL = 0.9
 """Share of the room of a micro-batch that is given to documents when each has its own CP size."""
 
@@ -74,29 +75,32 @@ def schedule(
     costs: CostModel,
     aligned: bool = False,
     size: int | None = None,
-    budget_s: float | None = None,
+    share: float | None = None,
 ) -> Schedule:
     """The fastest of several schedules of documents of these lengths, on `ranks` ranks of `capacity` tokens each.
 
     aligned: only groups [k · size, (k + 1) · size) of one size a micro-batch, which exist beforehand.
     size: only static context parallelism with so many ranks a document; it must divide `ranks`.
-    budget_s: seconds after which no further candidate is begun. The first, greedy one always ends; since clocks differ,
-    a schedule under a budget is made on one rank and sent to the others. Without one it is the same on every rank.
+    share: of the step's seconds that the search may take, such as 0.01; candidates that would exceed it are left out,
+    but for the first, greedy one. Their effort is estimated, not timed, so that all ranks leave out the same.
 
     Raises ValueError for lengths that are no whole numbers or below 1, and for a document longer than all ranks hold.
     """
     lengths_N = checked(lengths, ranks=ranks, capacity=capacity)
     problem = problem_of(lengths_N, ranks=ranks, capacity=capacity, costs=costs)
-    started, bound = time.monotonic(), bound_s(problem)
+    bound = bound_s(problem)
     tried: list[tuple[str, float, list[Slot]]] = []
     offered = candidates(problem, aligned=aligned)
     if size is not None and len(lengths_N):
-        offered = iter([(f"static CP {size}", partial(static, problem, size=size))])
-    for name, make in offered:
+        offered = iter([static_candidate(problem, size)])
+    left_s = math.inf
+    for name, operations, make in offered:
+        if tried and operations * OPERATION_S > left_s:
+            continue
         slots = make()
-        tried.append((name, step_s(problem, slots), slots))
-        if budget_s is not None and time.monotonic() - started > budget_s:
-            break
+        seconds = step_s(problem, slots)
+        left_s = (left_s if tried or share is None else share * seconds) - operations * OPERATION_S
+        tried.append((name, seconds, slots))
     name, seconds, slots = min(tried, key=lambda candidate: candidate[1])
     return Schedule(
         ranks=ranks,
@@ -109,26 +113,37 @@ def schedule(
     )
 
 
-def candidates(problem: Problem, *, aligned: bool) -> Iterator[tuple[str, Callable[[], list[Slot]]]]:
-    """Names and makers, the greedy one first."""
+Candidate = tuple[str, int, Callable[[], list[Slot]]]
+"""Name, estimated operations, and what makes it. The estimates are fits to times of 60 to 11,000 documents."""
+
+
+def static_candidate(problem: Problem, size: int) -> Candidate:
+    operations = len(problem.longest_first) * (size + 16)
+    return f"static CP {size}", operations, partial(static, problem, size=size)
+
+
+def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
+    """The greedy one first."""
     if not problem.longest_first:
-        yield "nothing", list
+        yield "nothing", 0, list
         return
-    documents = len(problem.longest_first)
+    documents, ranks = len(problem.longest_first), problem.ranks
     effort, sizes = documents * problem.fewest_slots, group_sizes(problem)
     if not aligned:
-        yield "mixed CP", partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
+        operations = documents * (24 + ranks // 8) + problem.fewest_slots * ranks * ranks // 4
+        yield "mixed CP", operations, partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
     if effort > SEARCHED:
         fewer = [size for size in sizes if documents * size <= SHARES]
         sizes = fewer if fewer or not aligned else sizes[:1]
     for size in sizes:
-        yield f"static CP {size}", partial(static, problem, size=size)
+        yield static_candidate(problem, size)
     if effort > SEARCHED:
         return
-    yield "CP of each micro-batch", partial(per_micro_batch, problem, fill=FILL)
+    yield "CP of each micro-batch", 24 * documents, partial(per_micro_batch, problem, fill=FILL)
     if not aligned:
-        yield "sequential fill", partial(sequential, problem, by_seconds(problem))
-        yield "sequential fill by square", partial(sequential, problem, by_square)
+        operations = documents * (2 * ranks + 16)
+        yield "sequential fill", operations, partial(sequential, problem, by_seconds(problem))
+        yield "sequential fill by square", operations, partial(sequential, problem, by_square)
 
 
 def checked(lengths: npt.ArrayLike, *, ranks: int, capacity: int) -> npt.NDArray[np.int64]:

@@ -48,7 +48,7 @@ def fill_bins(problem: Problem, *, size: int) -> list[list[int]]:
         if bins is not None:
             return [documents for documents in bins if documents]
     most_N = -(-np.array([problem.tokens[document] for document in problem.longest_first]) // size)
-    packs = pack(most_N, problem.capacity)
+    packs = pack(most_N, problem.capacity, thorough=False)
     return [[problem.longest_first[n] for n in packs[k].tolist()] for k in range(len(packs))]
 
 

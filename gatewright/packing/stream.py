@@ -70,7 +70,7 @@ class Waiting:
         """Packs that leave: full ones, those of impatient documents, the fullest of the others; or all."""
         if not len(self):
             return
-        packs = pack(self.tokens_N, self.capacity, max_documents=self.max_documents)
+        packs = pack(self.tokens_N, self.capacity, max_documents=self.max_documents, thorough=False)
         leaves_P = np.ones(len(packs), bool)
         if not everything:
             filled_P = np.add.reduceat(self.tokens_N[packs.order], packs.offsets[:-1])

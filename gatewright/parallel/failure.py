@@ -4,25 +4,26 @@ The first rank to fail writes its reason into the store that the ranks met at. T
 collective breaks, or, if they hang in one, from a thread that looks there every second; they end without a word.
 """
 
-import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
-from gatewright.parallel.ranks import Ranks
+from gatewright.parallel.meeting import Meeting
 from gatewright.spec.errors import EndedByRank, GatewrightError, RankLost
 
-FAILED = "gatewright/failed"
-KNOWN = "gatewright/failure_known"
-"""How many ranks know of the failure."""
+FAILED, KNOWN, DONE = "failed", "failure_known", "done"
+"""Topics at the meeting: the first failure, who knows of it, and who came to the end without one."""
 LOOK_EVERY_S = 1.0
+SETTLE_S = 0.5
+"""How long a rank that lost contact waits for the reason: one that fails leaves it before its connections close."""
 GRACE_S = 5.0
 """How long a rank may take to end by itself once another one has failed."""
+PATIENCE_S = {KNOWN: 2 * LOOK_EVERY_S, DONE: GRACE_S}
+"""How long the first rank waits for the others at its end; one that died does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +36,25 @@ class Failure:
 
 
 @contextmanager
-def fail_together(ranks: Ranks) -> Iterator[None]:
+def fail_together(meeting: Meeting) -> Iterator[None]:
     """Ends every rank when one fails inside the block.
 
     The first failure is raised as it is, with its rank in front; on the others EndedByRank is, which has no text.
     """
-    if ranks.alone:
-        yield
-        return
-    watch = _Watch(ranks)
+    watch, rank = _Watch(meeting), meeting.place.rank
     try:
         yield
+        watch.leave(DONE)
     except BaseException as error:
         first = watch.report(error)
-        if ranks.first:
-            watch.outlast()  # the store may live in this process: the others must have looked into it
-        if first.rank != ranks.rank:
+        watch.leave(KNOWN)
+        if first.rank != rank:
             raise EndedByRank(first.rank, first.exit_code) from error
         if isinstance(error, GatewrightError):
-            raise type(error)(f"rank {ranks.rank}: {error}") from error
+            raise type(error)(f"rank {rank}: {error}") from error
         if _is_lost_contact(error):
-            raise RankLost(f"rank {ranks.rank}: {first.reason}") from error
-        error.add_note(f"on rank {ranks.rank} of {ranks.size}")
+            raise RankLost(f"rank {rank}: {first.reason}") from error
+        error.add_note(f"on rank {rank} of {meeting.place.size}")
         raise
     finally:
         watch.end()
@@ -65,73 +63,63 @@ def fail_together(ranks: Ranks) -> Iterator[None]:
 class _Watch:
     """Looks for another rank's failure, and tells of this one's."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.store = dist.distributed_c10d._get_default_store()
-        self.done = threading.Event()
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.ended = threading.Event()
         self.seen: Failure | None = None
         """The first failure of another rank."""
-        self.counted = False
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
     def report(self, error: BaseException) -> Failure:
         """The run's first failure; this rank's own if no other had one."""
-        if _is_lost_contact(error):
+        lost = _is_lost_contact(error)
+        if lost:
             # Most likely the consequence of another rank's end, whose reason may be on its way.
-            until = time.monotonic() + 2 * LOOK_EVERY_S
-            while self.seen is None and time.monotonic() < until:
-                time.sleep(0.05)
+            time.sleep(SETTLE_S)
         if self.seen is not None:
             return self.seen
-        lost = _is_lost_contact(error)
-        code = (
-            error.exit_code
-            if isinstance(error, GatewrightError)
-            else 130
-            if isinstance(error, KeyboardInterrupt)
-            else 1
-        )
-        mine = Failure(self.ranks.rank, code, _lost(self.ranks, error) if lost else f"{type(error).__name__}: {error}")
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = error.exit_code if isinstance(error, GatewrightError) else code
+        reason = _lost(self.meeting, error) if lost else f"{type(error).__name__}: {error}"
+        mine = Failure(self.meeting.place.rank, code, reason)
         try:
-            # Whoever writes first stays: compare_set changes the value only where there is none.
-            first = Failure(**json.loads(self.store.compare_set(FAILED, "", json.dumps(asdict(mine)))))
-            self._count_in()
-            return first
+            return Failure(**self.meeting.first_word(FAILED, asdict(mine)))
         except (RuntimeError, ValueError):
             return mine  # the store went with its host
 
-    def outlast(self) -> None:
-        """Waits until every other rank knows of the failure, or is taken to be dead."""
+    def leave(self, topic: str) -> None:
+        """Ends the watch; the first rank, whose process may be the store's, waits for the others for a while."""
         self.end()
-        until = time.monotonic() + GRACE_S
         with suppress(RuntimeError):
-            while self.store.add(KNOWN, 0) < self.ranks.size and time.monotonic() < until:
-                time.sleep(0.05)
+            self.meeting.count_in(topic)
+            if self.meeting.place.rank == 0:
+                self.meeting.outlast(topic, patience_s=PATIENCE_S[topic])
 
     def end(self) -> None:
         """Looks no more: a thread in the store while the interpreter ends would abort it."""
-        self.done.set()
+        self.ended.set()
         self.thread.join(timeout=LOOK_EVERY_S)
 
-    def _count_in(self) -> None:
-        if not self.counted:
-            self.counted = True
-            with suppress(RuntimeError):
-                self.store.add(KNOWN, 1)
-
     def _look(self) -> None:
-        while not self.done.wait(LOOK_EVERY_S):
+        rank = self.meeting.place.rank
+        while not self.ended.wait(LOOK_EVERY_S):
             try:
-                failure = Failure(**json.loads(self.store.get(FAILED))) if self.store.check([FAILED]) else None
+                said = self.meeting.said(FAILED)
             except (RuntimeError, ValueError):
+                self._end_by_force(1, f"error: rank {rank}: rank 0 has gone, and with it the ranks' store")
                 return
-            if failure is not None and failure.rank != self.ranks.rank:
-                self.seen = failure
-                self._count_in()
-                if not self.done.wait(GRACE_S):
-                    os._exit(failure.exit_code)
+            if said is not None and said["rank"] != rank:
+                self.seen = Failure(**said)
+                self._end_by_force(self.seen.exit_code)
                 return
+
+    def _end_by_force(self, code: int, text: str = "") -> None:
+        """Ends the process where it does not end by itself: it hangs in a collective, and will not come to `leave`."""
+        if not self.ended.wait(GRACE_S):
+            sys.stderr.write(text and f"{text}\n")
+            sys.stderr.flush()
+            os._exit(code)
 
 
 def _is_lost_contact(error: BaseException) -> bool:
@@ -140,12 +128,12 @@ def _is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _lost(ranks: Ranks, error: BaseException) -> str:
+def _lost(meeting: Meeting, error: BaseException) -> str:
     """What broke, and which ranks were behind the others when it did."""
-    at = ranks.marks()
+    at = meeting.marks()
     behind = [rank for rank, step in at.items() if step == min(at.values())]
     where = ""
-    if at and len(behind) < ranks.size:
+    if at and len(behind) < meeting.place.size:
         where = f"; behind the others: rank {', '.join(map(str, behind))}, last heard of in step {min(at.values())}"
     first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     return f"lost contact with another rank ({first}){where}; a restart goes on from the newest checkpoint"

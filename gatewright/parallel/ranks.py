@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gatewright.parallel.collectives import all_reduce
+from gatewright.parallel.failure import fail_together
 from gatewright.parallel.groups import GroupPool
 from gatewright.parallel.layout import Layout
+from gatewright.parallel.meeting import Meeting, meet
 from gatewright.parallel.place import ALONE, Place
 from gatewright.spec.errors import RunFileError
 
@@ -29,6 +31,8 @@ class Ranks:
     place: Place
     layout: Layout
     device: torch.device
+    meeting: Meeting | None = None
+    """For what is said outside of collectives; None: alone."""
     mesh: DeviceMesh | None = None
     """Dimensions copy, edp, ep (layout.py), for experts; None: alone."""
     dense: DeviceMesh | None = None
@@ -121,27 +125,13 @@ class Ranks:
 
     def mark(self, step: int) -> None:
         """Leaves word of the step this rank is in, for those who find it missing."""
-        if not self.alone:
-            _store().set(f"gatewright/at/{self.rank}", str(step))
-
-    def marks(self) -> dict[int, int]:
-        """The step each rank was last heard of in."""
-        try:
-            return {rank: int(_store().get(f"gatewright/at/{rank}")) for rank in self._marked()}
-        except (RuntimeError, ValueError):
-            return {}
-
-    def _marked(self) -> list[int]:
-        return [rank for rank in range(self.size) if _store().check([f"gatewright/at/{rank}"])]
+        if self.meeting is not None:
+            self.meeting.mark(step)
 
     def wait(self) -> None:
         """Returns when every rank has come here."""
         if not self.alone:
             self.sum(torch.zeros(()))
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def alone(device: torch.device) -> Ranks:
@@ -153,26 +143,31 @@ def alone(device: torch.device) -> Ranks:
 def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s: float) -> Iterator[Ranks]:
     """Joins the process group for the block: NCCL or RCCL between GPUs, gloo between CPUs and for control.
 
-    A collective that a rank does not come to fails on the others after `timeout_s`.
+    Whichever rank fails ends all of them (failure.py), from the moment they meet. A rank that does not come to a
+    collective fails it on the others after `timeout_s`.
     """
     if place.size == 1:
         yield Ranks(place=place, layout=layout, device=device)
         return
     _set_diagnostics()
     on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{place.address}:{place.port}" if "TORCHELASTIC_RUN_ID" not in os.environ else "env://",
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
-    )
-    _refuse_difference(layout, place.size)
-    mesh = init_device_mesh(device.type, (layout.copies, layout.edp, layout.ep), mesh_dim_names=("copy", "edp", "ep"))
-    dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
-    pool = GroupPool(rank=place.rank, ranks=place.size, device=device) if layout.cuts else None
-    yield Ranks(place=place, layout=layout, device=device, mesh=mesh, dense=dense, pool=pool)
+    meeting = meet(place, timeout_s=timeout_s)
+    with fail_together(meeting):
+        meeting.wait_for_all(timeout_s=timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=meeting.store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
+        _refuse_difference(layout, place.size)
+        sizes = (layout.copies, layout.edp, layout.ep)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copy", "edp", "ep"))
+        dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
+        pool = GroupPool(rank=place.rank, ranks=place.size, device=device) if layout.cuts else None
+        yield Ranks(place=place, layout=layout, device=device, meeting=meeting, mesh=mesh, dense=dense, pool=pool)
     # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
     dist.destroy_process_group()
 

@@ -67,7 +67,8 @@ def turns(job: Job) -> Iterator[Turn]:
         half = job.tokens_per_row // 2
         documents = min(half, job.attention_tokens) if job.attention_tokens else None
         shorter = replace(job, tokens_per_row=half, attention_tokens=documents)
-        yield Turn("smaller_micro_batch", "train.micro_batch_tokens", str(job.tokens_per_row), str(half), shorter)
+        held, fewer = str(job.row_tokens), str(shorter.row_tokens)
+        yield Turn("smaller_micro_batch", "train.micro_batch_tokens", held, fewer, shorter)
     if job.optimizer == "adamw":
         yield Turn("eight_bit_optimizer", "train.optimizer", "adamw", "adamw8bit", replace(job, optimizer="adamw_8bit"))
     if job.adapter is not None:
@@ -98,6 +99,8 @@ def layout_turns(job: Job) -> Iterator[Turn]:
         ("context_parallelism", "parallel.cp", layout.cp),
     ):
         twice = 2 * size
+        if setting == "parallel.cp" and size > 1 and job.framework == "gatewright":
+            continue  # what a rank of ours holds of documents that are cut is train.micro_batch_tokens
         if layout.ranks % twice or (setting == "parallel.ep" and (not job.shape.is_moe or job.shape.experts % twice)):
             continue
         wider = replace(layout, ep=twice) if setting == "parallel.ep" else replace(layout, cp=twice)

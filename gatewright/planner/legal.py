@@ -4,15 +4,17 @@ from collections.abc import Iterable
 
 from gatewright.planner.legal_advice import ADVICE
 from gatewright.planner.legal_errors import ERRORS
+from gatewright.planner.legal_ours import OURS
 from gatewright.planner.legal_rule import Rule, Setting
 from gatewright.spec.plan import Refusal
 
-RULES: tuple[Rule, ...] = (*ERRORS, *ADVICE)
+FORBIDDEN: tuple[Rule, ...] = (*ERRORS, *OURS)
+RULES: tuple[Rule, ...] = (*FORBIDDEN, *ADVICE)
 
 
 def refusals(setting: Setting) -> tuple[Refusal, ...]:
     """The rules of its backend that forbid the setting."""
-    return broken(ERRORS, setting)
+    return broken(FORBIDDEN, setting)
 
 
 def advice(setting: Setting) -> tuple[Refusal, ...]:

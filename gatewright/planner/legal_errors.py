@@ -257,6 +257,7 @@ def tp_unsupported(at: Setting) -> str:
     title="CP leaves enough tokens",
     version="all versions",
     source="zigzag ring attention",
+    backends=("transformers", "deepspeed", "deepspeed-autoep", "fsdp1", "fsdp2", "megatron"),
 )
 def cp_divides_tokens(at: Setting) -> str:
     job = at.job
@@ -277,40 +278,6 @@ def cp_divides_tokens(at: Setting) -> str:
 def cp_with_eager(at: Setting) -> str:
     if at.job.layout.cp > 1 and at.job.attention == "eager":
         return "context parallelism exchanges keys inside a fused kernel; eager attention has none. Use flash or sdpa"
-    return ""
-
-
-@ERRORS.rule(
-    "cp-through-attention",
-    title="CP needs attention that looks along documents through its keys alone",
-    version="Gatewright 0",
-    source="train/context.py proves it, and refuses others",
-    backends=("gatewright",),
-)
-def cp_through_attention(at: Setting) -> str:
-    mixers = [layer.attention for layer in at.job.shape.layers if layer.attention is not None]
-    past = [item for item in mixers if item.kind == "linear" or item.index_top_k is not None or item.compression > 1]
-    if at.job.layout.cp > 1 and past:
-        return (
-            f"cp {at.job.layout.cp}: {len(past)} layers of {at.job.shape.name} carry something along a document past "
-            "the attention seam (linear attention, an indexer, compressed keys); use cp 1"
-        )
-    return ""
-
-
-@ERRORS.rule(
-    "eight-bit-sharded",
-    title="8-bit optimizer with divided state",
-    version="Gatewright 0, bitsandbytes up to 0.50",
-    source="train/setup.py: its state is blocks of 256 elements with a scale each",
-    backends=("gatewright",),
-)
-def eight_bit_sharded(at: Setting) -> str:
-    layout = at.job.layout
-    if at.job.optimizer == "adamw_8bit" and (layout.ep > 1 or layout.sharding == "zero2"):
-        return (
-            "adamw_8bit keeps its state in blocks that cannot be divided over ranks; use adamw, or replicate with ep 1"
-        )
     return ""
 
 

@@ -35,8 +35,23 @@ def plan(model: str | ModelShape, *, gpus: int | None = None, **words: Any) -> P
 
 
 def answer(question: Question, *, gpus: int | None) -> Plan:
-    """Searches the given number of GPUs, or the fewest that fit, and gathers what a person wants to know."""
+    """Searches the given number of GPUs, or the fewest that fit, and gathers what a person wants to know.
+
+    A micro-batch whose tokens were not given is halved, once or twice, where that takes fewer GPUs.
+    """
     within_limits(gpus=gpus)
+    best = _answer(question, gpus=gpus)
+    for halved in (2, 4) if question.tokens_open else ():
+        if best.gpus == 1 or (gpus is not None and best.chosen is not None):
+            break
+        job = replace(question.job, tokens_per_row=question.job.tokens_per_row // halved)
+        shorter = _answer(replace(question, job=job), gpus=gpus)
+        if shorter.fewest_gpus is not None and shorter.fewest_gpus < (best.fewest_gpus or MOST_GPUS + 1):
+            best = shorter
+    return best
+
+
+def _answer(question: Question, *, gpus: int | None) -> Plan:
     if gpus is None:
         fewest, found = fewest_gpus(question, most=MOST_GPUS)
         gpus = fewest or MOST_GPUS

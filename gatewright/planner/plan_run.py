@@ -40,12 +40,12 @@ def ask_run(run: Run, *, gpus: int | None = None, price: float | None = None, ho
         run.model.path if folder.exists() else shape,
         gpu=find_gpu(hardware.gpu),
         per_node=hardware.per_node,
-        tokens=micro_batch_tokens(run),
+        tokens=micro_batch_tokens(run, ranks=count) * shared_by(run, ranks=count),
         tokens_per_step=train.tokens_per_step,
         hours=hours,
         steps=None if hours else train.steps,
         price=price,
-        layout=layout_of(run.parallel, count) if isinstance(run.parallel, Parallel) else None,
+        layout=layout_of(run, count),
         checkpointing="alternate" if train.checkpointing == "selective" else train.checkpointing,
         optimizer="adamw_8bit" if train.optimizer == "adamw8bit" else "adamw",
         loss_chunk_tokens=train.loss_chunk_tokens,
@@ -124,22 +124,47 @@ def gpus_of(run: Run) -> int:
     return hardware.per_node * hardware.nodes
 
 
-def micro_batch_tokens(run: Run) -> int:
-    """What the trainer would take: as written, or room for the longest document within a step."""
+def micro_batch_tokens(run: Run, *, ranks: int) -> int:
+    """What a rank of the trainer would hold at a time: as written, or room for the longest document within a step.
+
+    Documents that are cut over ranks need room for their part only.
+    """
     train, longest = run.train, run.data.max_tokens
     if isinstance(train.micro_batch_tokens, int):
         return train.micro_batch_tokens
     room = min(DEFAULT_TOKENS, train.tokens_per_step)
-    return max(longest, room) if isinstance(longest, int) else room
+    if not isinstance(longest, int):
+        return room
+    return max(room, -(-longest // ranks) if cuts(run) else longest)
 
 
-def layout_of(parallel: Parallel, ranks: int) -> Layout:
-    """The layout a run file fixes. `cp: dynamic` is planned as 1: its largest size is what the search would pick."""
+def cuts(run: Run) -> bool:
+    """Whether documents are cut over ranks."""
+    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
+
+
+def shared_by(run: Run, *, ranks: int) -> int:
+    """Ranks that share a document: as written; with `dynamic` the fewest that hold the longest one."""
+    if run.parallel == "auto":
+        return 1
+    if run.parallel.cp != "dynamic":
+        return run.parallel.cp
+    longest, room = run.data.max_tokens, micro_batch_tokens(run, ranks=ranks)
+    if not isinstance(longest, int):
+        return 1
+    return next((size for size in range(1, ranks + 1) if ranks % size == 0 and size * room >= longest), ranks)
+
+
+def layout_of(run: Run, ranks: int) -> Layout | None:
+    """The layout a run file fixes; None: the planner is asked for it."""
+    parallel = run.parallel
+    if parallel == "auto":
+        return None
     dense: dict[str, Sharding] = {"replicate": "none", "zero2": "zero2", "zero3": "fsdp2"}
     return Layout(
         ranks=ranks,
         sharding=dense[parallel.dense],
         ep=parallel.ep,
-        cp=parallel.cp if isinstance(parallel.cp, int) else 1,
+        cp=shared_by(run, ranks=ranks),
         shard_ranks=ranks // parallel.dp_replicate if parallel.dp_replicate > 1 else None,
     )

@@ -34,6 +34,8 @@ class Question:
     per_node: int
     tokens_per_step: int | None = None
     """None: a micro-batch for every rank, and at least DEFAULT_MICRO_BATCHES."""
+    tokens_open: bool = False
+    """The micro-batch's tokens were not given: fewer will do where that takes fewer GPUs."""
     backend: Backend = "gatewright"
     layout: Layout | None = None
     """Fixed by the user; None: all are tried."""

@@ -122,7 +122,7 @@ def micro_batches(job: Job, asked: planner.Job) -> int | None:
 def sharding_of(job: Job) -> planner.Sharding:
     if job.uses("megatron", "swift-megatron") or job.mca.value:
         return "zero1"
-    stages: dict[int, planner.Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    stages: dict[int, planner.Sharding] = {1: "zero1", 2: "zero2", 3: "fsdp2" if job.uses("gatewright") else "zero3"}
     if job.zero.value in stages:
         return stages[job.zero.get(0)]
     if job.fsdp.value:

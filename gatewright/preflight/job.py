@@ -136,6 +136,8 @@ class Job:
     save_strategy: Word = Written()
     save_limit: Count = Written()
     save_only_model: Flag = Written()
+    save_in_background: Flag = Written()
+    """Checkpoints are written from a copy in host memory."""
     load_only_model: Flag = Written()
     safetensors: Flag = Written()
     resume: Word = Written()

@@ -23,6 +23,7 @@ WHERE = {
     "devices": "devices",
     "allocator": "devices",
     "attention": "attention",
+    "costs": "costs",
     "four_bit": "four_bit",
     "groups": "groups",
 }

@@ -1,13 +1,15 @@
 """Fake tensors: the operations of a step on shapes alone, with the few values that decide shapes kept real.
 
-Under torch's FakeTensorMode a tensor has a shape and a type but no memory. Two things stop a training step there, and
-both are answered here:
+Under torch's FakeTensorMode a tensor has a shape and a type but no memory. Three things stop a training step there, and
+all are answered here:
 
 - Document boundaries, positions and labels are read as numbers (`tolist`, `nonzero`). They are small, so they stay
   real, and an operation whose tensors are all real is executed.
 - The loss, the gradient norm and the routing counts are read, but their values decide no shape. A float read from a
   fake tensor is 1.0, a bool is true ("it is finite"), and `bincount` has as many rows as the caller says there are
-  experts. An integer could decide a shape: reading one stays an error.
+  experts. An integer could decide a shape: reading one stays an error; seeds of dropout are drawn.
+- Which rows an expert's capacity or a choice of experts leaves is a shape. `nonzero` of a mask over rows is all of
+  them: an upper bound, which the account must say.
 """
 
 import warnings
@@ -58,6 +60,18 @@ def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return tensor.new_zeros(minlength, dtype=torch.int64)
 
 
+def _randint(high: int, size: list[int], **kwargs: Any) -> Tensor:
+    """Drawn, since it is a seed."""
+    with unset_fake_temporarily():
+        return aten.randint.default(high, size, **kwargs)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    if tensor.dtype != torch.bool or tensor.dim() != 1:
+        return aten.nonzero.default(tensor)
+    return tensor.new_empty(len(tensor), 1, dtype=torch.int64)
+
+
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -71,6 +85,8 @@ def _grouped_mm(
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.bincount.default: _bincount,
+    aten.nonzero.default: _nonzero,
+    aten.randint.default: _randint,
     aten._grouped_mm.default: _grouped_mm,
 }
 

@@ -12,25 +12,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from gatewright.data.batch import IGNORED, Batch
 from gatewright.model import attention
 from gatewright.model.adapters import add_adapters, train_weights
+from gatewright.model.experts import find_experts, set_capacity
 from gatewright.model.head import head_of
 from gatewright.model.load import put_seams, read_config, remade_rows
 from gatewright.model.quantized_divided import Shares
-from gatewright.model.quantized_load import quantizable
 from gatewright.model.recompute import recompute
+from gatewright.model.routing import RouterWatch, find_routers
 from gatewright.parallel.apply import divider, settle, spread_gradients
 from gatewright.parallel.collect import divided_stacks
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
 from gatewright.probe.fake_memory import LiveBytes
-from gatewright.probe.fake_quantized import store_nf4
+from gatewright.probe.fake_quantized import few_bits, store
 from gatewright.probe.fake_ranks import assume_routing, first_of
+from gatewright.probe.fake_routing import assume_experts, score_functions
 from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.optim import build_optimizer, trainable
-from gatewright.train.setup import refuse_unsupported
+from gatewright.train.router_loss import RouterLoss
+from gatewright.train.setup import capacity_of, refuse_router_settings, refuse_unsupported
 from gatewright.train.step import train_step
 
 ONE = Layout()
@@ -66,18 +69,28 @@ def rehearse(
     refuse_unsupported(run)
     refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
+    if run.router.capacity != "dropless":
+        expert_load = min(expert_load, run.router.capacity)  # no pool of experts takes more
     if config is None:
         config = config_of(Path(run.model.path), trust_remote_code=run.model.trust_remote_code)
     batches = [packed_batch(lengths)] * micro_batches
     with first_of(layout) as ranks:
+        scores: dict[int, str] = {}
+
+        def build_once() -> PreTrainedModel:
+            model = build(deepcopy(config), run, kernel, ranks, expert_load=expert_load)
+            if not scores and (run.router.balance or run.router.z):
+                scores.update(score_functions(model))
+            return model
+
         return observe(
-            lambda: build(deepcopy(config), run, kernel, ranks, expert_load=expert_load),
-            lambda model, live: take_steps(model, run, batches, live, ranks),
+            build_once,
+            lambda model, live: take_steps(model, run, batches, live, ranks, scores=scores),
             model=run.model.path,
             trainer="gatewright",
             lengths=tuple(lengths),
             layout=layout.describe(),
-            expert_load=expert_load if layout.ep > 1 else None,
+            assumed=assumptions(run, layout, expert_load),
             attention=kernel.name,
             spread=lambda model: dict.fromkeys(divided_stacks(model, ranks), layout.ep),
             reach=2 if layout.dense == "zero3" else 0,
@@ -88,32 +101,23 @@ def rehearse(
 
 def refuse_what_fakes_cannot(run: Run) -> None:
     """Raises RunFileError for settings whose kernels, or whose sizes, only real tensors have."""
-    method, router = run.method, run.router
-    if router.balance or router.z:
-        raise RunFileError(
-            "rehearsal: router.balance and router.z need the router's score function, which is told from values; set "
-            "both to 0 (they add a few tensors of tokens × experts), or leave out --simulate"
-        )
-    if router.capacity != "dropless":
-        raise RunFileError(
-            "rehearsal: with router.capacity the routing decides how many rows are left, and fake tensors have no "
-            "routing; set dropless for the upper bound, or leave out --simulate"
-        )
     if isinstance(run.parallel, Parallel) and run.parallel.cp != 1:
         raise RunFileError(
-            f"rehearsal: parallel.cp {run.parallel.cp}: how documents are cut changes with every micro-batch, and "
-            "is not rehearsed; set cp: 1, or leave out --simulate"
+            f"rehearsal: parallel.cp {run.parallel.cp}: attention from slices of documents is torch's choice of a "
+            "kernel, which differs between GPUs and is not known here; set cp: 1, or leave out --simulate"
         )
-    if method.quantize == "fp8":
-        raise RunFileError(
-            "rehearsal: method.quantize fp8 keeps what is FP8 in the weight files, and a rehearsal reads none; leave "
-            "out --simulate, or set nf4 or none"
-        )
-    if method.adapter is not None and method.adapter.experts is not None:
-        raise RunFileError(
-            "rehearsal: with method.adapter.experts the routing decides which rows have an adapter, and fake tensors "
-            "have no routing; take the key out for the upper bound, or leave out --simulate"
-        )
+
+
+def assumptions(run: Run, layout: Layout, expert_load: float) -> tuple[str, ...]:
+    """What was assumed of a routing that fake tensors do not have."""
+    said = []
+    if layout.ep > 1:
+        said.append(f"its experts receive {expert_load:g} times the rows of perfect balance (1: balanced routing)")
+    if run.router.capacity != "dropless":
+        said.append("no row is dropped for want of capacity: an upper bound")
+    if run.method.adapter is not None and run.method.adapter.experts is not None:
+        said.append("every row goes to an expert that has an adapter: an upper bound")
+    return tuple(said)
 
 
 def config_of(source: Path | Mapping[str, Any], *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -154,26 +158,57 @@ def build(
         trust_remote_code=run.model.trust_remote_code,
     )
     put_seams(model, source=run.model.path)
-    packed = quantizable(model) if run.method.quantize == "nf4" else set()
+    packed, empty = few_bits(model, config, run.method.quantize, source=run.model.path)
     shares: Mapping[str, Shares] = {}
-    if (divide := divider(ranks)) is not None:
+    if (divide := divider(ranks, whole=run.adapter.full if run.adapter else ())) is not None:
         shares = divide(model, packed, () if packed else remade_rows(model))
         model.tie_weights()  # as the loader does after it
     settle(model, ranks)
-    store_nf4(model, packed, shares)
+    store(model, packed, empty, shares)
     if ranks.layout.ep > 1:
         assume_routing(model, load=expert_load)
-    adapter = run.method.adapter
+    experts, adapter = find_experts(model), run.adapter
     if adapter:
-        add_adapters(model, adapter, seed=run.train.seed, kept=() if run.router_trains else ("router",))
+        add_adapters(
+            model,
+            adapter,
+            seed=run.train.seed,
+            chosen=assume_experts(run, model),
+            kept=() if run.router_trains else ("router",),
+        )
     else:
         train_weights(model, run.method.roles, router=run.router.train)
     recompute(model, run.train.checkpointing)
+    if not experts:
+        refuse_router_settings(run, model)
+    else:
+        set_capacity(model, capacity_of(run, experts=max(module.num_experts for module in experts.values())))
     return model
 
 
-def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: LiveBytes, ranks: Ranks) -> Held:
-    """Two optimizer steps; the first brings the optimizer's state into being."""
+def router_loss(model: PreTrainedModel, run: Run, scores: Mapping[int, str] | None) -> RouterLoss | None:
+    """The router's own losses as the trainer has them at its first step; None where they are off."""
+    router = run.router
+    if not (router.balance or router.z):
+        return None
+    watch = RouterWatch(find_routers(model, find_experts(model)), scores=scores)
+    return RouterLoss(watch=watch, over=router.balance_over, balance=router.balance, z=router.z)
+
+
+def take_steps(
+    model: PreTrainedModel,
+    run: Run,
+    batches: list[Batch],
+    live: LiveBytes,
+    ranks: Ranks,
+    *,
+    scores: Mapping[int, str] | None = None,
+) -> Held:
+    """Two optimizer steps; the first brings the optimizer's state into being.
+
+    `scores`: layer -> the router's score function, where values cannot tell it.
+    """
+    router = router_loss(model, run, scores)
     parameters = trainable(model)
     with _disable_current_modes():  # who updates what is arithmetic on real numbers
         gradients = spread_gradients(model, parameters, ranks)
@@ -183,6 +218,7 @@ def take_steps(model: PreTrainedModel, run: Run, batches: list[Batch], live: Liv
         train_step(
             model, head_of(model), optimizer, gradients, batches,
             lr=run.train.lr, clip_norm=run.train.clip_norm, loss_chunk_tokens=run.train.loss_chunk_tokens,
+            router=router,
         )  # fmt: skip
     return held_after(
         model,

@@ -46,15 +46,9 @@ def render(rehearsal: Rehearsal) -> str:
 
 def layout_lines(rehearsal: Rehearsal) -> list[str]:
     """What is divided over ranks, and what had to be assumed of the others."""
-    if rehearsal.layout == "1 rank":
-        return ["one process: nothing is divided over GPUs"]
-    lines = [f"rank 0 of {rehearsal.layout}"]
-    if rehearsal.expert_load is not None:
-        lines.append(
-            f"assumed: its experts receive {rehearsal.expert_load:g} times the rows of perfect balance "
-            "(1: balanced routing)"
-        )
-    return lines
+    alone = rehearsal.layout == "1 rank"
+    where = "one process: nothing is divided over GPUs" if alone else f"rank 0 of {rehearsal.layout}"
+    return [where, *(f"assumed: {what}" for what in rehearsal.assumed)]
 
 
 def short(text: str, width: int) -> str:

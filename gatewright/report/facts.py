@@ -150,7 +150,7 @@ def clock(report: Report) -> list[tuple[str, float]]:
         ("rest of step", totals.other_s),
         ("steps done again", report.void_s),
         ("evaluation", math.fsum(evaluation.seconds for evaluation in report.evaluations)),
-        ("saving", math.fsum(save.seconds for save in report.saves)),
+        ("saving", math.fsum(save.waited_s for save in report.saves)),
     ]
     rest_s = report.elapsed_s - math.fsum(seconds for _, seconds in parts)
     return [*parts, ("start-up and rest", max(0.0, rest_s))]

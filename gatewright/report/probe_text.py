@@ -12,6 +12,7 @@ TITLES = {
     "devices": "GPUs",
     "driver": "driver",
     "attention": "attention",
+    "costs": "costs",
     "allocator": "allocator",
     "four_bit": "4 bits",
     "groups": "groups",

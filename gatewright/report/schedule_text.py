@@ -31,7 +31,8 @@ def headline(report: ScheduleReport) -> str:
 
 
 def subject(report: ScheduleReport) -> list[str]:
-    empty = f", {report.empty_documents:,} empty ones left out" if report.empty_documents else ""
+    ones = "one" if report.empty_documents == 1 else "ones"
+    empty = f", {report.empty_documents:,} empty {ones} left out" if report.empty_documents else ""
     model = f"{report.model}{' (default; --model changes it)' if report.model_is_default else ''}"
     room = f"{report.capacity_tokens:,} tokens a rank{' (default)' if report.capacity_is_default else ''}"
     tokens = sum(step.tokens for step in report.steps) / len(report.steps)

@@ -128,6 +128,8 @@ class StepDone:
     """Model FLOPs over what all devices could have done in step_s; None where a rate or the model is not known."""
     router_lr: float | None = None
     """Learning rate of the router; None where it is frozen."""
+    exchanges: dict[str, int] = field(default_factory=dict)
+    """Micro-batches by the exchange they made, such as `heads over 2`; `whole`: no document cut. Empty without CP."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -170,7 +172,14 @@ class Saved:
     path: str
     bytes: int
     seconds: float
+    """From the copy of the state to the complete checkpoint."""
     best: bool
+    stall_s: float | None = None
+    """How long the steps waited for it; None, in older logs: all the time."""
+
+    @property
+    def waited_s(self) -> float:
+        return self.seconds if self.stall_s is None else self.stall_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +278,7 @@ class GateChecked:
     """Median of this process's steps after the first five."""
     evaluate_s: float
     save_s: float
-    """The last evaluation and the longest save; 0 where there was none."""
+    """The last evaluation, and the longest wait of steps for a save; 0 where there was none."""
     needed_s: float
     left_s: float
     """This link's rest, and what the links that may follow have between their start and their last save."""

@@ -58,6 +58,7 @@ FOREIGN_NAMES = {
     "optim": "train.optimizer",
     "save_steps": "train.save_every_steps",
     "save_total_limit": "train.keep_checkpoints",
+    "async_save": "train.save_in_background",
     "router_aux_loss_coef": "router.balance",
     "expert_parallel_size": "parallel.ep",
     "context_parallel_size": "parallel.cp",

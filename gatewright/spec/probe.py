@@ -118,6 +118,43 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostPoint:
+    """Attention of one rank's share of a document, forward and backward, timed and as the fit has it."""
+
+    tokens: int
+    """Of the document."""
+    ranks: int
+    """That hold equal, mirrored shares of it."""
+    seconds: float
+    fitted_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What computation and exchange cost here: the coefficients of the cost model that schedules are made by."""
+
+    device: str
+    dtype: str
+    linear_flops_per_s: Annotated[float, Field(gt=0)]
+    """Of dense products in training; FLOP/s reached, as all rates here."""
+    expert_flops_per_s: Annotated[float, Field(gt=0)] | None
+    """Of grouped products of experts; None for a dense model."""
+    attention_flops_per_s: Annotated[float, Field(gt=0)]
+    """Forward and backward together, at long documents."""
+    tile_tokens: Annotated[int, Field(ge=0)]
+    """Rows of an attention tile, as the fit sees them."""
+    slot_s: Annotated[float, Field(gt=0)] | None
+    """Of a micro-batch of one token through all layers; None without a model."""
+    ranks: int
+    """Processes that exchanged; 1: none, as there is one device."""
+    bytes_per_s: Annotated[float, Field(gt=0)] | None
+    """That a rank receives in an all-to-all over them."""
+    hop_s: Annotated[float, Field(ge=0)] | None
+    """Latency of an all-to-all for each further rank in it."""
+    points: list[CostPoint]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
     asked: str
     """Value of the variable that asks for expandable segments; empty: none does."""
@@ -195,6 +232,7 @@ class Probe:
     devices: list[Device] | None = None
     states: list[DeviceState] | None = None
     attention: list[AttentionKernel] | None = None
+    costs: Costs | None = None
     allocator: Allocator | None = None
     four_bit: FourBit | None = None
     groups: Groups | None = None

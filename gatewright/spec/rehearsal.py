@@ -47,8 +47,8 @@ class Rehearsal:
     """Tokens of each document of the micro-batch."""
     layout: str = "1 rank"
     """How the model is laid out over ranks, of which this is the first."""
-    expert_load: float | None = None
-    """Rows this rank's experts are assumed to receive, over those they would in perfect balance; None: all are here."""
+    assumed: tuple[str, ...] = ()
+    """What was assumed of a routing that only real tensors have, in words."""
     attention: str
     layers: int
     depths: tuple[int, ...]

@@ -111,6 +111,8 @@ class Data(Section):
     """What happens to a longer document. Each choice counts and reports the tokens it costs."""
     pack: bool = True
     """Put several documents on one token axis, up to train.micro_batch_tokens. Without: one document a micro-batch."""
+    alike: bool = False
+    """Put micro-batches that cost about the same into the same step; the steps are shuffled. Ranks then wait less."""
     chat_template: str | None = None
     """Path of a Jinja chat template to use in place of the tokenizer's own."""
 
@@ -163,6 +165,8 @@ class Train(Section):
     """Seed of adapter initialisation, dropout and data order."""
     save_every_steps: PositiveInt = 100
     """Steps between two checkpoints. The last step is always saved."""
+    save_in_background: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory; false: training waits for the disk."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept, besides the one with the best held-out loss."""
     threads: PositiveInt | None = None
@@ -250,8 +254,10 @@ class Parallel(Section):
     """Context-parallel size, or a size chosen for each micro-batch."""
     exchange: Literal["auto", "moved", "gathered", "heads", "ring"] = "auto"
     """How ranks that share documents exchange keys and values. auto: the cheapest, for each micro-batch."""
+    probe: str | None = None
+    """probe.json whose costs, measured by `gatewright probe --attention`, steer schedules. Default: the catalogue's."""
     timeout_s: PositiveInt = 600
-    """How long ranks wait for one that does not come, in seconds, before the run ends. Longer than the slowest save."""
+    """How long ranks wait for one that does not come, in seconds, before the run ends."""
 
 
 class Hardware(Section):
@@ -345,6 +351,22 @@ class Run(Section):
     """Experiment trackers that get every logged number besides events.jsonl."""
     runs_dir: str = "runs"
     """Folder of all runs."""
+
+    @model_validator(mode="after")
+    def _cut_documents(self) -> "Run":
+        if self.parallel == "auto" or self.parallel.cp == 1:
+            return self
+        if not self.data.pack:
+            raise ValueError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
+        if self.data.alike:
+            raise ValueError(
+                "data.alike and parallel.cp: a step is one pack, which a schedule balances; leave alike out"
+            )
+        if self.router.balance and self.router.balance_over == "sequence":
+            raise ValueError(
+                "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
+            )
+        return self
 
     @property
     def timeout_s(self) -> int:

@@ -7,6 +7,7 @@ from gatewright.spec.run import Run
 
 MAY_CHANGE = (
     "train.save_every_steps",
+    "train.save_in_background",
     "train.keep_checkpoints",
     "train.threads",
     "evaluate.",

@@ -6,6 +6,7 @@ from pathlib import Path
 from gatewright.spec.errors import CheckpointError
 from gatewright.train import checkpoint
 from gatewright.train.pieces import SavedState, write_pieces
+from gatewright.train.save import save
 from gatewright.train.state import OPTIMIZER, WEIGHTS, read_progress
 
 
@@ -20,7 +21,7 @@ def consolidate(source: Path, root: Path) -> checkpoint.Checkpoint:
         raise CheckpointError(f"{source}: not consolidated: {fault}")
     saved, step = SavedState(source), read_progress(source).step
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> list[Path]:
         tensors = saved.of_rank(0, "rng/")
         for prefix in (WEIGHTS, OPTIMIZER, "router/"):
             tensors |= saved.common(prefix)
@@ -28,5 +29,6 @@ def consolidate(source: Path, root: Path) -> checkpoint.Checkpoint:
         shutil.copyfile(source / "state.json", folder / "state.json")
         if (source / "adapter").is_dir():
             shutil.copytree(source / "adapter", folder / "adapter")
+        return [file for file in folder.rglob("*") if file.is_file()]
 
-    return checkpoint.save(root, step=step, write=write)
+    return save(root, step=step, write=write)

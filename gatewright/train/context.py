@@ -2,15 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gatewright.data.batch import Batch
-from gatewright.data.loader import Loader
+from gatewright.data.loader import Cut, Loader
+from gatewright.data.view import DocumentView
 from gatewright.model.per_document import describe
-from gatewright.packing.cost import BYTES, EXCHANGES, LINEAR_PASSES, CostModel, Rates, cpu_rates
+from gatewright.packing.cost import (
+    BYTES,
+    EXCHANGES,
+    LINEAR_PASSES,
+    CostModel,
+    Rates,
+    device_rates,
+    read_rates,
+)
 from gatewright.packing.exchange import Exchange
 from gatewright.packing.exchange_cost import Heads, Name
 from gatewright.packing.exchange_gather import Gather
@@ -24,21 +34,69 @@ from gatewright.parallel.context_heads import HeadsDealt
 from gatewright.parallel.context_ring import Ring
 from gatewright.parallel.groups import aligned_sizes
 from gatewright.parallel.ranks import Ranks
-from gatewright.spec.errors import ModelError
+from gatewright.spec.errors import ModelError, RunFileError
+from gatewright.spec.event import Finding
+from gatewright.spec.run import Parallel, Run
+from gatewright.train.device import device_name
 from gatewright.train.forward import hidden_states
 
 AUTOMATIC: tuple[Name, ...] = ("moved", "gathered", "heads")
+AUTO_MICRO_BATCH_TOKENS = 4096
 PROOF_TOKENS = 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of a hidden state, relative to the largest of them: sums are made in another order."""
 
 
-def costs_of(config: PretrainedConfig, *, rates: Rates | None = None) -> CostModel:
+def context_parallel(run: Run) -> bool:
+    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
+
+
+def cut_of(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks) -> Cut | None:
+    """How documents are cut over ranks; None without context parallelism. Raises RunFileError where it cannot be."""
+    if not context_parallel(run):
+        return None
+    assert isinstance(run.parallel, Parallel)
+    longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
+    if longest > step:
+        raise RunFileError(
+            f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "
+            "lower data.max_tokens"
+        )
+    capacity = max(AUTO_MICRO_BATCH_TOKENS, -(-longest // ranks.size)) if wanted == "auto" else wanted
+    if longest > ranks.size * capacity:
+        raise RunFileError(
+            f"train.micro_batch_tokens = {capacity:,} on {ranks.size} ranks cannot hold the longest document of "
+            f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
+        )
+    size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
+    heads, rates = heads_of(config), rates_of(run.parallel, ranks)
+    if run.parallel.exchange == "heads":
+        refuse_heads(heads, ranks=ranks.size, size=size)
+    return Cut(
+        capacity=capacity,
+        costs=costs_of(config, rates=rates),
+        size=size,
+        heads=heads,
+        rates=rates,
+        exchanges=exchanges_of(run.parallel.exchange),
+    )
+
+
+def rates_of(parallel: Parallel, ranks: Ranks) -> Rates:
+    """What the machine reaches: as probed, where the run file names a probe, else the catalogue's for the device.
+
+    Rank 0's answer for all, since schedules must agree. Raises UserError for a file without measured costs.
+    """
+    probed = read_rates(Path(parallel.probe)) if parallel.probe and ranks.first else None
+    rates: Rates = ranks.tell(probed or device_rates(device_name(ranks.device)))
+    return rates
+
+
+def costs_of(config: PretrainedConfig, *, rates: Rates) -> CostModel:
     """Seconds of tokens and of attention, for the balance of a schedule, from the architecture's config.
 
     Only their ratios steer a schedule; a layer's matrices are counted as attention 4·H² and three of its width.
     """
-    reached = rates or cpu_rates()
     text = config.get_text_config()
     values = text.to_dict()
     layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
@@ -49,16 +107,16 @@ def costs_of(config: PretrainedConfig, *, rates: Rates | None = None) -> CostMod
     matrices = 2 * (2 * hidden * width * (heads + key_heads) + 3 * hidden * inner * chosen)
     bounded = sum(kind not in ("full_attention", None) for kind in values.get("layer_types") or [])
     exchange_bytes = EXCHANGES * BYTES * 2 * key_heads * width * layers
-    shown = exchange_bytes * (1 - reached.hidden)
+    shown = exchange_bytes * (1 - rates.hidden)
     return CostModel(
-        token_s=LINEAR_PASSES * layers * matrices / reached.linear_flops_per_s,
-        attention_s=ATTENTION_PASSES * (layers - bounded) * 2 * heads * width / reached.attention_flops_per_s,
-        near_s=shown / reached.near_bytes_per_s,
-        far_s=shown / reached.far_bytes_per_s,
-        hop_s=EXCHANGES * layers * reached.hop_s * (1 - reached.hidden),
-        slot_s=reached.slot_s,
-        ranks_per_node=reached.ranks_per_node,
-        tile_tokens=reached.tile_tokens,
+        token_s=LINEAR_PASSES * layers * matrices / rates.linear_flops_per_s,
+        attention_s=ATTENTION_PASSES * (layers - bounded) * 2 * heads * width / rates.attention_flops_per_s,
+        near_s=shown / rates.near_bytes_per_s,
+        far_s=shown / rates.far_bytes_per_s,
+        hop_s=EXCHANGES * layers * rates.hop_s * (1 - rates.hidden),
+        slot_s=rates.slot_s,
+        ranks_per_node=rates.ranks_per_node,
+        tile_tokens=rates.tile_tokens,
         exchange_bytes=exchange_bytes,
     )
 
@@ -83,6 +141,35 @@ def heads_of(config: PretrainedConfig) -> Heads:
 def exchanges_of(wanted: str) -> tuple[Name, ...]:
     """What a run may choose from. The ring's attention is written out, so it is taken only where it is asked for."""
     return AUTOMATIC if wanted == "auto" else tuple(name for name in get_args(Name) if name == wanted)
+
+
+def refuse_heads(heads: Heads, *, ranks: int, size: int | None) -> None:
+    """Raises RunFileError where heads can be dealt in no micro-batch; `size`: the ranks of every document, if given."""
+    if heads.query_heads is None:
+        raise RunFileError(
+            "parallel.exchange: heads cannot be: the layers have different numbers of query heads; set auto, moved, "
+            "gathered or ring"
+        )
+    sizes = [size] if size else aligned_sizes(ranks)
+    if ranks > 1 and all(heads.query_heads % wanted for wanted in sizes):
+        raise RunFileError(
+            f"parallel.exchange: heads cannot be: {heads.query_heads} query heads cannot be dealt evenly to groups of "
+            f"{' or '.join(map(str, sizes))} ranks; set auto, moved, gathered or ring"
+        )
+
+
+def fallback(wanted: str, heads: Heads, made: dict[str, int]) -> Finding | None:
+    """What a run that asks for one exchange must be told when micro-batches of a step made another."""
+    others = {name: count for name, count in made.items() if name != "whole" and name.split()[0] != wanted}
+    if wanted == "auto" or not others:
+        return None
+    shown = ", ".join(f"{name} × {count}" for name, count in others.items())
+    return Finding(
+        severity="warning",
+        text=f"parallel.exchange: {wanted} is not what all micro-batches make ({shown}): the smallest aligned groups "
+        f"that share their documents have numbers of ranks that do not divide the {heads.query_heads} query heads. "
+        "Each step's event says what was made",
+    )
 
 
 def exchanges_line(loader: Loader) -> str:

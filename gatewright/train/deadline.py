@@ -27,7 +27,11 @@ class Deadline:
     """Asks to stop as soon as it is there: works through containers and launchers, where signals may not."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     save_s: float | None = None
-    """The longest save so far."""
+    """The longest save so far, to the complete checkpoint."""
+    stall_s: float = 0.0
+    """The longest that steps have waited for a save they did not stop for."""
+    saving: bool = False
+    """Whether a save is under way, which must end before another begins."""
     evaluate_s: float | None = None
 
     @classmethod
@@ -50,15 +54,16 @@ class Deadline:
     @property
     def lead_s(self) -> float:
         """So long before the end the last step must be over: the longest phase between two looks at the clock, twice a
-        save, and a margin."""
+        save, one more that is under way, and a margin."""
         save_s = min(ASSUMED_SAVE_S, ASSUMED_SAVE_SHARE * self.link_s) if self.save_s is None else self.save_s
-        return max(self.recent_s, default=0.0) + 2 * save_s + min(MARGIN_S, MARGIN_SHARE * self.link_s)
+        return max(self.recent_s, default=0.0) + (2 + self.saving) * save_s + min(MARGIN_S, MARGIN_SHARE * self.link_s)
 
     def step_took(self, seconds: float) -> None:
         self.recent_s.append(seconds)
 
-    def save_took(self, seconds: float) -> None:
+    def save_took(self, seconds: float, *, stall_s: float) -> None:
         self.save_s = max(seconds, self.save_s or 0.0)
+        self.stall_s = max(stall_s, self.stall_s)
 
     def evaluation_took(self, seconds: float) -> None:
         self.evaluate_s = seconds

@@ -43,8 +43,9 @@ class GateKeeper:
         evaluations = left // run.evaluate.every_steps if run.evaluate and run.evaluate.every_steps else 0
         evaluations += 1 if run.evaluate else 0
         saves = math.ceil(left / run.train.save_every_steps)
-        evaluate_s, save_s = deadline.evaluate_s or 0.0, deadline.save_s or 0.0
-        needed_s = left * step_s + evaluations * evaluate_s + saves * save_s
+        evaluate_s, save_s = deadline.evaluate_s or 0.0, deadline.stall_s
+        last_s = deadline.save_s or 0.0  # nothing is left to do beside the last save
+        needed_s = left * step_s + evaluations * evaluate_s + max(0, saves - 1) * save_s + last_s
         link_s = max(0.0, deadline.link_s - self.startup_s - deadline.lead_s)
         links = deadline.links_left or 0
         left_s = max(0.0, deadline.end - time.time() - deadline.lead_s) + links * link_s

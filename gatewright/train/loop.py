@@ -10,7 +10,6 @@ from rich.console import Console
 
 from gatewright.model.coverage import write_coverage
 from gatewright.packing.flops import Yardstick
-from gatewright.parallel.failure import fail_together
 from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
@@ -46,7 +45,7 @@ def train(run: Run, *, console: Console, why: str = "as the run file says", yard
     findings = refuse_unsupported(run)
     place = find_place()
     layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
-    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks, fail_together(ranks):
+    with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks:
         return _train(run, findings, ranks, console=console, why=why, yardstick=yardstick)
 
 

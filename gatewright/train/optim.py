@@ -75,12 +75,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, *, router_sca
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>/<key>` -> tensor; plain integers become float64 scalars."""
+    """The optimizer's state as `<parameter>/<key>` -> the tensor itself; plain integers become float64 scalars."""
     tensors = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            tensors[f"{name}/{key}"] = tensor.detach().cpu().contiguous()
+            tensors[f"{name}/{key}"] = tensor.detach()
     return tensors
 
 

@@ -28,19 +28,14 @@ Span = Sequence[int]
 _FILE = re.compile(r"state(?:-(\d+)-of-(\d+))?\.safetensors")
 
 
-def host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory that what happens to the tensor no longer touches."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def file_name(rank: int, ranks: int) -> str:
     return "state.safetensors" if ranks == 1 else f"state-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def write_pieces(
     folder: Path, tensors: Mapping[str, Tensor], *, pieces: Mapping[str, Piece], rank: int, ranks: int
-) -> None:
-    """Writes this rank's file.
+) -> Path:
+    """Writes this rank's file, and returns its path.
 
     `tensors` are called weights/NAME, optimizer/NAME/KEY, or anything else for what is whole; `pieces`: what this rank
     holds of the weight NAME.
@@ -52,7 +47,9 @@ def write_pieces(
             header[key] = {"shape": piece.shape, "runs": piece.runs}
     flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
     # One entry: with several, safetensors writes them in any order, and equal states would not be equal files.
-    save_file(flat, folder / file_name(rank, ranks), {"pieces": json.dumps(header, sort_keys=True)})
+    path = folder / file_name(rank, ranks)
+    save_file(flat, path, {"pieces": json.dumps(header, sort_keys=True)})
+    return path
 
 
 class SavedState:

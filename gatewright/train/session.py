@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,19 +13,21 @@ from gatewright.model.subset import never_routed_text
 from gatewright.packing.flops import Yardstick
 from gatewright.spec.errors import Diverged, RouterCollapsed
 from gatewright.spec.event import Evaluated, Event, Finding, GuardActed, Saved, StepDone
-from gatewright.spec.run import Run
+from gatewright.spec.run import Parallel, Run
 from gatewright.train import checkpoint
 from gatewright.train.console import evaluation_line, step_line
-from gatewright.train.context import on_device
+from gatewright.train.context import fallback, on_device
 from gatewright.train.device import peak_memory_bytes, reserved_memory_bytes, rng_state, set_rng_state
 from gatewright.train.diverged import explain_divergence
 from gatewright.train.evaluate import evaluate
 from gatewright.train.gate import GateKeeper
+from gatewright.train.host import HostCopy
 from gatewright.train.optim import learning_rate
 from gatewright.train.output import write_output
 from gatewright.train.resume import take_proof
+from gatewright.train.save import Saving
 from gatewright.train.setup import Trainer
-from gatewright.train.state import Progress, restore, write_state
+from gatewright.train.state import Progress, restore, take_state
 from gatewright.train.step import StepResult, train_step
 from gatewright.train.stop import GATE, Interrupted, StopRequest
 from gatewright.train.track import Tracker
@@ -50,9 +52,13 @@ class Session:
     yardstick: Yardstick | None = None
     """What speed is measured against; None where the model's FLOPs or the device's rate are not known."""
     saved_step: int = field(init=False)
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint, complete or on its way."""
+    saving: Saving | None = field(init=False, default=None)
+    """The save under way: one at most."""
+    host: HostCopy = field(init=False, default_factory=HostCopy)
     before: Evaluated | None = field(init=False, default=None)
     """The evaluation before training, where this process made it."""
+    fallback_told: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.ahead = Ahead(self.trainer.loader)
@@ -64,19 +70,27 @@ class Session:
         """Makes the steps that are left; returns early, with everything saved, when asked to stop."""
         if self.progress.step == 0:
             self._begin()
-        while self.progress.step < self.trainer.steps and not self.stop.poll():
-            result = self._step()
-            if result is None:
-                break
-            if self._rolled_back(result):
-                continue
-            self._evaluate_and_save()
-        if self.progress.step != self.saved_step:
-            self._save()
+        try:
+            while self.progress.step < self.trainer.steps and not self.stop.poll():
+                self._note_save()
+                result = self._step()
+                if result is None:
+                    break
+                if self._rolled_back(result):
+                    continue
+                self._evaluate_and_save()
+            if self.progress.step != self.saved_step:
+                self._save()
+        except (Diverged, RouterCollapsed):
+            self._finish_save()  # all ranks come here together, and what was healthy then is worth keeping
+            raise
+        self._finish_save()
 
     def close(self) -> None:
-        """Lets go of the thread that makes batches, and of the trackers."""
+        """Lets go of the threads that make batches and write, and of the trackers."""
         self.ahead.close()
+        if self.saving:
+            self.saving.abandon()
         for tracker in self.trackers:
             tracker.close()
 
@@ -163,16 +177,28 @@ class Session:
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
             router_lr=lr * router_scale if router_scale else None,
+            exchanges=dict(Counter(batch.exchange_name for batch in batches if batch.exchange_name is not None)),
         )
 
     def _tell(self, done: StepDone) -> None:
         self.log(done)
+        self._tell_of_fallback(done)
         eta_s = statistics.median(self.recent_step_s) * (self.trainer.steps - done.step)
         self.say(step_line(done, steps=self.trainer.steps, eta_s=eta_s, moe_layers=self.trainer.moe_layers))
         shown = {"loss": done.loss, "lr": done.lr, "grad_norm": done.grad_norm}
         speed = {"tokens_per_s": done.tokens_per_s, "tokens_per_s_rank": done.tokens_per_s_rank}
         also = {"mfu": done.mfu, "spread": done.spread}
         self._track(shown | speed | {name: value for name, value in also.items() if value is not None}, step=done.step)
+
+    def _tell_of_fallback(self, done: StepDone) -> None:
+        """Once, where a micro-batch could not make the exchange that the run file asks for."""
+        cut = self.trainer.loader.cut
+        if cut is None or self.fallback_told:
+            return
+        assert isinstance(self.run.parallel, Parallel)
+        if finding := fallback(self.run.parallel.exchange, cut.heads, done.exchanges):
+            self.fallback_told = True
+            self.log(finding)
 
     def _rolled_back(self, result: StepResult) -> bool:
         """Shows the step to the router's guard, and does what it decides; says whether the run went back."""
@@ -201,6 +227,7 @@ class Session:
         """To the newest checkpoint up to the last healthy look; the guard remembers what it did."""
         router, ranks, root = self.trainer.router, self.trainer.ranks, self.folder / "checkpoints"
         assert router
+        self._finish_save(usual=False)
         ranks.wait()
         found = checkpoint.newest_up_to(root, router.guard.healthy_step)
         assert found, "a run whose guard may roll back begins with a checkpoint"
@@ -232,6 +259,8 @@ class Session:
             self._finish()
         if last or best or at_gate or step % run.train.save_every_steps == 0:
             self._save()
+        if at_gate:
+            self._finish_save(usual=False)  # the gate must know how long a whole one takes
         if at_gate and self._is_hopeless():
             self.stop.reason = GATE
 
@@ -270,24 +299,45 @@ class Session:
             self.log(Finding(severity="warning", text=never_routed_text(silent)))
 
     def _save(self) -> None:
+        """Copies the state, and has the copy written. Waits for an earlier save, and in the foreground for this one."""
+        self._finish_save()
         began, root, run, trainer = time.perf_counter(), self.folder / "checkpoints", self.run, self.trainer
         progress = replace(self.progress, proof=take_proof(trainer, run, self.progress))
-        saved = checkpoint.save(
-            root, step=progress.step, write=lambda path: write_state(path, trainer=trainer, run=run, progress=progress),
-            ranks=trainer.ranks,
-        )  # fmt: skip
         best = root / f"step-{progress.best_step:08d}" if progress.best_step is not None else None
         spare = [best] if best else []
         if trainer.router and "rollback" in run.router.guard.action:
             healthy = checkpoint.newest_up_to(root, trainer.router.guard.healthy_step)
             spare += [healthy.path] if healthy else []
-        if trainer.ranks.first:
-            checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare)
-        seconds = time.perf_counter() - began
-        self.stop.deadline.save_took(seconds)
-        self.saved_step = progress.step
-        is_best = best == saved.path
-        self.log(Saved(step=saved.step, path=str(saved.path), bytes=saved.bytes, seconds=seconds, best=is_best))
+        self.saving = Saving(
+            root,
+            step=progress.step,
+            write=take_state(self.host, trainer=trainer, run=run, progress=progress),
+            then=lambda: checkpoint.prune(root, keep=run.train.keep_checkpoints, spare=spare),
+            ranks=trainer.ranks,
+            began=began,
+        )
+        self.saved_step, self.stop.deadline.saving = progress.step, True
+        if not run.train.save_in_background:
+            self._finish_save()
+
+    def _note_save(self) -> None:
+        """Takes note of the save under way where it is complete. Raises CheckpointError where the disk refused it."""
+        if self.saving and (found := self.saving.poll()):
+            self._saved(self.saving, found, usual_stall_s=self.saving.stall_s)
+
+    def _finish_save(self, *, usual: bool = True) -> None:
+        """The same, and waits for it; `usual`: further saves will be waited for in this way."""
+        if saving := self.saving:
+            found = saving.wait()
+            self._saved(saving, found, usual_stall_s=saving.stall_s if usual else saving.copy_s)
+
+    def _saved(self, saving: Saving, saved: checkpoint.Checkpoint, *, usual_stall_s: float) -> None:
+        seconds = saving.copy_s + saving.write_s
+        self.saving, self.stop.deadline.saving = None, False
+        self.stop.deadline.save_took(seconds, stall_s=usual_stall_s)
+        best, stall_s = saved.step == self.progress.best_step, saving.stall_s
+        path = str(saved.path)
+        self.log(Saved(step=saved.step, path=path, bytes=saved.bytes, seconds=seconds, best=best, stall_s=stall_s))
 
     def _is_hopeless(self) -> bool:
         """Asks the gate of the first rank, just after a save, so that one has been measured."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from gatewright.data.loader import Cut, Loader
+from gatewright.data.loader import Loader
 from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
@@ -24,7 +24,6 @@ from gatewright.model.head import Head, head_of
 from gatewright.model.load import check_weights, load_model, read_config
 from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
-from gatewright.packing.cost import cpu_rates
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divider, settle, spread_gradients
@@ -35,7 +34,7 @@ from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
-from gatewright.train.context import costs_of, exchanges_of, heads_of, prove_context
+from gatewright.train.context import AUTO_MICRO_BATCH_TOKENS, context_parallel, cut_of, exchanges_of, prove_context
 from gatewright.train.device import pick_device
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.optim import Named, build_optimizer, trainable
@@ -43,8 +42,8 @@ from gatewright.train.place_experts import place_experts
 from gatewright.train.prove import prove_head, prove_isolation
 from gatewright.train.router import RouterControl
 from gatewright.train.router_findings import router_findings
+from gatewright.train.waiting import advice_on_waiting
 
-AUTO_MICRO_BATCH_TOKENS = 4096
 RANK_SEEDS = 1_000_003
 """Between the seeds of two ranks: their dropout must not be the same."""
 
@@ -152,11 +151,19 @@ def _prepare_data(run: Run, *, ranks: Ranks, log: Callable[[Event], None]) -> _D
     with ranks.first_alone():  # the others then find the tokens in the store
         store = build_store(Path(run.data.train), renderer=renderer, root=tokens_dir, vocab_size=vocab_size)
     view = store.limit(run.data.max_tokens, run.data.overlong)
-    cut = _cut(run, view, config, ranks=ranks)
+    cut = cut_of(run, view, config, ranks=ranks)
     capacity = _micro_batch_tokens(run, view) if cut is None else run.train.tokens_per_step
-    plan = EpochPlan(view.lengths, capacity=capacity, seed=run.train.seed, pack=run.data.pack)
-    _announce(log, run, "train", store, view, plan)
     per_step = max(1, round(run.train.tokens_per_step / (capacity if run.data.pack else float(view.lengths.mean()))))
+    plan = EpochPlan(
+        view.lengths,
+        capacity=capacity,
+        seed=run.train.seed,
+        pack=run.data.pack,
+        alike_per_step=per_step if run.data.alike else None,
+    )
+    _announce(log, run, "train", store, view, plan)
+    if cut is None and not ranks.alone and (advice := advice_on_waiting(plan, config, per_step, ranks=ranks)):
+        log(advice)
     if per_step < ranks.size and cut is None:
         text = (
             f"a step has {per_step} micro-batches of {capacity:,} tokens for {ranks.size} ranks: some always idle; "
@@ -202,7 +209,7 @@ def _prepare_model(
     )
     settle(model, ranks)
     if not find_experts(model):
-        _refuse_router_settings(run, model)
+        refuse_router_settings(run, model)
     spread = divided_stacks(model, ranks)
     base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
@@ -216,7 +223,7 @@ def _prepare_model(
     model.eval()
     prove_isolation(model, device=device)
     prove_head(model, head, device=device)
-    if _context_parallel(run) and not ranks.alone:
+    if context_parallel(run) and not ranks.alone:
         assert isinstance(run.parallel, Parallel)
         prove_context(model, ranks, exchanges=exchanges_of(run.parallel.exchange))
 
@@ -262,7 +269,7 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
             load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
 
 
-def _refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
+def refuse_router_settings(run: Run, model: PreTrainedModel) -> None:
     """Raises RunFileError for settings of a router that this dense model does not have."""
     router = run.router
     asked = {
@@ -280,55 +287,23 @@ def _prepare_router(
     run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks, log: Callable[[Event], None]
 ) -> RouterControl | None:
     """None for a dense model."""
-    settings = run.router
     if not find_experts(model):
         return None
     control = RouterControl(run, model, loader.every_rank(), ranks=ranks)
     ep = run.parallel.ep if isinstance(run.parallel, Parallel) else 1
     for finding in router_findings(control, ep=ep):
         log(finding)
-    if settings.capacity != "dropless":
-        pool = control.experts // ep if settings.capacity_per == "rank" else 1
-        set_capacity(model, Capacity(factor=settings.capacity, experts_per_pool=pool, drop=settings.drop))
+    set_capacity(model, capacity_of(run, experts=control.experts))
     return control
 
 
-def _context_parallel(run: Run) -> bool:
-    return isinstance(run.parallel, Parallel) and run.parallel.cp != 1
-
-
-def _cut(run: Run, view: DocumentView, config: PretrainedConfig, *, ranks: Ranks) -> Cut | None:
-    """How documents are cut over ranks; None without context parallelism. Raises RunFileError where it cannot be."""
-    if not _context_parallel(run):
+def capacity_of(run: Run, *, experts: int) -> Capacity | None:
+    """What bounds the rows of a layer's experts; None: nothing."""
+    router, ep = run.router, run.parallel.ep if isinstance(run.parallel, Parallel) else 1
+    if router.capacity == "dropless":
         return None
-    assert isinstance(run.parallel, Parallel)
-    longest, step, wanted = int(view.lengths.max()), run.train.tokens_per_step, run.train.micro_batch_tokens
-    if not run.data.pack:
-        raise RunFileError("data.pack: false and parallel.cp: a schedule packs and cuts documents; set pack: true")
-    if run.router.balance and run.router.balance_over == "sequence":
-        raise RunFileError(
-            "router.balance_over: sequence needs whole documents on a rank, parallel.cp cuts them; set global"
-        )
-    if longest > step:
-        raise RunFileError(
-            f"train.tokens_per_step = {step:,} cannot hold the longest document of {longest:,} tokens; raise it, or "
-            "lower data.max_tokens"
-        )
-    capacity = max(AUTO_MICRO_BATCH_TOKENS, -(-longest // ranks.size)) if wanted == "auto" else wanted
-    if longest > ranks.size * capacity:
-        raise RunFileError(
-            f"train.micro_batch_tokens = {capacity:,} on {ranks.size} ranks cannot hold the longest document of "
-            f"{longest:,} tokens; raise it to {-(-longest // ranks.size):,}, take more ranks, or lower data.max_tokens"
-        )
-    size = run.parallel.cp if isinstance(run.parallel.cp, int) else None
-    return Cut(
-        capacity=capacity,
-        costs=costs_of(config),
-        size=size,
-        heads=heads_of(config),
-        rates=cpu_rates(),
-        exchanges=exchanges_of(run.parallel.exchange),
-    )
+    pool = experts // ep if router.capacity_per == "rank" else 1
+    return Capacity(factor=router.capacity, experts_per_pool=pool, drop=router.drop)
 
 
 def _micro_batch_tokens(run: Run, view: DocumentView) -> int:

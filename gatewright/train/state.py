@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatewright.model.adapter_files import load_adapter, save_adapter
+from gatewright.model.adapter_files import AdapterFiles, load_adapter, take_adapter
 from gatewright.parallel.collect import whole_adapters
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
+from gatewright.train.host import HostCopy
 from gatewright.train.optim import optimizer_tensors, restore_optimizer
-from gatewright.train.pieces import SavedState, host, write_pieces
+from gatewright.train.pieces import SavedState, write_pieces
+from gatewright.train.save import Write
 from gatewright.train.setup import Trainer
 
 RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
@@ -40,30 +43,42 @@ class Progress:
     """The moment it was saved, for the proof of a resume (train/resume.py)."""
 
 
-def write_state(folder: Path, *, trainer: Trainer, run: Run, progress: Progress) -> None:
-    """Writes this rank's part of everything a resume needs into a checkpoint folder; all ranks must call it.
+def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress) -> Write:
+    """Copies this rank's part of everything a resume needs; all ranks must call it. Returns what writes the copy.
 
-    Every rank writes the pieces that are its own to save; the first, what all have in common, and the adapter.
+    Every rank writes the pieces that are its own to save; the first, what all have in common, and the adapter. The
+    writing needs no other rank and no device, and may go on while the run does: until the next copy is taken.
     """
     ranks, gradients = trainer.ranks, trainer.gradients
     tensors: dict[str, Tensor] = {RNG_CPU: torch.get_rng_state()}
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
     held = [share for share in gradients.shares.values() if share.piece.writes]
+    pieces = {share.name: share.piece for share in held}
+    adapter: AdapterFiles | None = None
     if run.adapter:
         with whole_adapters(trainer.model, ranks):
             if ranks.first:
-                save_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
+                adapter = take_adapter(trainer.model, run.adapter, base=run.model.path, host=host.take)
     else:
-        tensors |= {f"{WEIGHTS}{share.name}": host(share.owned) for share in held}
+        tensors |= {f"{WEIGHTS}{share.name}": share.owned for share in held}
     state = optimizer_tensors(trainer.optimizer, {share.name: share.owned for share in held})
     tensors |= {f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()}
     if trainer.router:
         progress = replace(progress, guard=trainer.router.guard_json())
         tensors |= trainer.router.tensors() if ranks.first else {}
-    write_pieces(folder, tensors, pieces={share.name: share.piece for share in held}, rank=ranks.rank, ranks=ranks.size)
-    if ranks.first:
-        (folder / "state.json").write_text(json.dumps(asdict(progress), indent=2), encoding="utf-8")
+    copies = {name: host.take(name, tensor) for name, tensor in tensors.items()}
+    counters = json.dumps(asdict(progress), indent=2)
+
+    def write(folder: Path) -> Iterator[Path]:
+        if adapter is not None:
+            yield from adapter.write(folder / "adapter")
+        yield write_pieces(folder, copies, pieces=pieces, rank=ranks.rank, ranks=ranks.size)
+        if ranks.first:
+            (folder / "state.json").write_text(counters, encoding="utf-8")
+            yield folder / "state.json"
+
+    return write
 
 
 def read_progress(folder: Path) -> Progress:

@@ -25,6 +25,8 @@ VERBS = {"train", "plan", "report", "data inspect", "schema", "models", "gpus", 
 
 KNOWN_AS = {"yaml": "pyyaml", "pydantic_core": "pydantic", "PIL": "pillow", "llama_cpp": "llama-cpp-python"}
 """Packages whose distribution has another name."""
+FOUND_BY_PATH = {"conversion"}
+"""llama.cpp's converter, which runs in a process of its own with the folder that the user named."""
 
 
 def read(path: str) -> str:
@@ -79,7 +81,7 @@ def imported(folder: Path) -> set[str]:
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").partition(".")[0])
-    return {KNOWN_AS.get(name, name) for name in names - set(sys.stdlib_module_names) - {"gatewright"}}
+    return {KNOWN_AS.get(name, name) for name in names - set(sys.stdlib_module_names) - FOUND_BY_PATH - {"gatewright"}}
 
 
 def test_every_package_that_is_imported_is_declared() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -59,12 +60,22 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+GLM_SPECIALS = ["[gMASK]", "<|user|>", "<|observation|>"]
+"""Tokens that llama.cpp's converter asks of GLM's tokenizers."""
 
 
 def save_base(kind: str, folder: Path, *, seed: int = 0, vocabulary: bool = True) -> Path:
-    """A random model of that kind, with routers and norms that matter, and its tokenizer."""
+    """A random model of that kind and its tokenizer."""
+    save_random(CONFIGS[kind], folder, seed=seed)
+    if vocabulary:
+        save_tokenizer(folder, tokenizer_of(kind))
+    return folder
+
+
+def save_random(config: PretrainedConfig, folder: Path, *, seed: int = 0) -> None:
+    """A random model with routers and norms that matter."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -72,12 +83,14 @@ def save_base(kind: str, folder: Path, *, seed: int = 0, vocabulary: bool = True
             else:
                 parameter.normal_(std=0.3 if name.endswith("gate.weight") else 0.06)
     model.save_pretrained(folder)
-    if vocabulary:
-        save_tokenizer(folder, "qwen2" if kind.startswith("qwen") else "smollm")
-    return folder
 
 
-def save_tokenizer(folder: Path, kind: str) -> None:
+def tokenizer_of(kind: str) -> str:
+    """Which of the published tokenizers a model's is cut like."""
+    return "qwen2" if kind.startswith("qwen") else "smollm"
+
+
+def save_tokenizer(folder: Path, kind: str, *, specials: Sequence[str] = ()) -> None:
     """A BPE tokenizer with merges, cut as that published tokenizer cuts, with a ChatML template."""
     if kind == "pieces":
         raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -101,11 +114,15 @@ def save_tokenizer(folder: Path, kind: str) -> None:
         raw.decoder = decoders.ByteLevel()
         alphabet, first = pre_tokenizers.ByteLevel.alphabet(), []
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 8, special_tokens=[*first, *SPECIALS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY - 8,
+        special_tokens=[*first, *SPECIALS, *specials],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     raw.train_from_iterator([json.dumps(row, ensure_ascii=False) for row in rows(300)], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.add_special_tokens({"additional_special_tokens": [AddedToken(SPECIALS[1], special=True)]})
+    extra = [AddedToken(token, special=True) for token in (SPECIALS[1], *specials)]
+    fast.add_special_tokens({"additional_special_tokens": extra})
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
 

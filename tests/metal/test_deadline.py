@@ -29,11 +29,13 @@ def test_the_lead_holds_the_longest_step_two_saves_and_a_margin() -> None:
     assert deadline.lead_s == 2 * 50.0 + 20.0  # nothing measured: a twentieth of the link is taken for a save
     for seconds in (40.0, *[3.0] * 20):
         deadline.step_took(seconds)
-    deadline.save_took(7.0)
-    deadline.save_took(5.0)
+    deadline.save_took(7.0, stall_s=0.5)
+    deadline.save_took(5.0, stall_s=0.4)
     assert deadline.lead_s == 3.0 + 2 * 7.0 + 20.0  # the first step, of compiling, is out of the last 20
     assert deadline.near(10_000.0 - 38.0) == "time limit in 38 s" or deadline.near(10_000.0 - 36.0) is not None
     assert deadline.near(10_000.0 - 40.0) is None
+    deadline.saving = True  # it must end before the last one begins
+    assert deadline.lead_s == 3.0 + 3 * 7.0 + 20.0
 
 
 def test_the_environment_of_a_link_and_of_a_job_of_another_make() -> None:
@@ -151,12 +153,12 @@ def test_the_gate_takes_the_median_after_the_first_five_steps_and_asks_again_at_
     cluster = {"links": 3, "time_limit": "1h", "gate": {"step": 25}}
     run = tiny.make_run(tmp_path, "llama", train__steps=1000, train__save_every_steps=100, cluster=cluster)
     deadline = Deadline(end=time.time() + 3000.0, started=time.time() - 600.0, links_left=2)
-    deadline.save_took(10.0)
+    deadline.save_took(10.0, stall_s=1.0)
     gate = GateKeeper(run, deadline, steps=1000)
     asked = [step for step in range(1, 1001) if gate.stands_before(step, step_s=60.0 if step <= 5 else 2.0)]
     assert asked == [25, 100]
     checked = gate.ask(100)
-    assert checked.step_s == 2.0 and checked.needed_s == 900 * 2.0 + 9 * 10.0 and not checked.hopeless
+    assert checked.step_s == 2.0 and checked.needed_s == 900 * 2.0 + 8 * 1.0 + 10.0 and not checked.hopeless
     assert checked.left_s == pytest.approx(3000 - deadline.lead_s + 2 * checked.link_s, abs=1.0)
     alone = GateKeeper(run, Deadline(), steps=1000)
     assert not any(alone.stands_before(step, step_s=1.0) for step in range(1, 1001))

@@ -183,8 +183,9 @@ def test_a_file_that_is_not_the_model_fails(exported: Path, tmp_path: Path) -> N
     bad.write_bytes(content)
     verdict = judge(bad, exported / "out", threads=1)
     assert not verdict["passed"]
-    [gate] = [gate for gate in verdict["gates"] if not gate["passed"]]
-    assert gate["name"] == "median KL" and gate["value"] > 100 * gate["limit"]
+    median, other_bytes = [gate for gate in verdict["gates"] if not gate["passed"]]
+    assert median["name"] == "median KL" and median["value"] > 100 * median["limit"]
+    assert "sha256" in other_bytes["name"]
 
 
 def test_every_weight_has_an_importance_and_experts_their_own(exported: Path) -> None:

@@ -1,6 +1,6 @@
 """Every family trains on packed documents with adapters as transformers' eager model does on each document alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.model.adapters import add_adapters
 from gatewright.model.attention import choose_kernel
+from gatewright.model.experts import find_experts
 from gatewright.model.head import head_of
 from gatewright.model.load import load_model
 from gatewright.model.recompute import recompute
@@ -227,3 +228,24 @@ def test_transformers_own_model_is_packed_wrongly_where_it_matters(folders: dict
     straight = decoder(model)(**inputs).last_hidden_state[0]
     assert (kept[:5] - straight[:5]).abs().max() < 1e-4
     assert (kept[5:] - straight[5:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_documents_come_out_bit_for_bit_the_same_when_one_changes(name: str, folders: dict[str, Path]) -> None:
+    model = load_ours(name, folders[name])
+    # A product rounds by its number of rows, and another document brings an expert other rows: each token goes alone.
+    for experts in find_experts(model).values():
+        experts.forward = one_token_at_a_time(experts.forward)
+    start, end = pack(DOCUMENTS[0]).cu_seqlens_S1[2:4].tolist()
+    changed = [document(len(d), seed=99) if i == 2 else d for i, d in enumerate(DOCUMENTS[0])]
+    with torch.no_grad():
+        before_TH, after_TH = (hidden_states(model, pack(documents)) for documents in (DOCUMENTS[0], changed))
+    assert not torch.equal(before_TH[start:end], after_TH[start:end])
+    assert torch.equal(before_TH[:start], after_TH[:start]) and torch.equal(before_TH[end:], after_TH[end:])
+
+
+def one_token_at_a_time(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forwards(*tensors: Tensor) -> Tensor:
+        return torch.cat([forward(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)])
+
+    return forwards

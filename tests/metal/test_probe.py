@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gatewright.model.attention import Kernel, attend_each_document
+from gatewright.packing.cost import device_rates, read_rates
+from gatewright.probe import costs
 from gatewright.probe.absent import Absent
 from gatewright.probe.attention import Heads, gradients, heads_of, inputs, judge, measure_attention
 from gatewright.probe.caches import look
@@ -18,11 +20,12 @@ from gatewright.probe.children import MEASUREMENTS, NAMES, Wanted, measure, prob
 from gatewright.probe.devices import measure_allocator, measure_devices, runs
 from gatewright.probe.driver import ask_nvidia, read_nvidia, read_rocm
 from gatewright.probe.four_bit import measure_four_bit
+from gatewright.probe.links import link_rates
 from gatewright.probe.machine import cgroup_limit, meminfo, ranges
 from gatewright.probe.storage import existing, file_system, measure_disk
 from gatewright.report.probe_text import render_probe
 from gatewright.spec.errors import ModelError, UserError
-from gatewright.spec.probe import Outcome, Probe, read_probe
+from gatewright.spec.probe import Costs, Outcome, Probe, read_probe, record
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
 
@@ -108,6 +111,66 @@ def test_without_a_gpu_nothing_is_made_up() -> None:
     for measured in (measure_devices, measure_allocator):
         with pytest.raises(Absent, match="no CUDA or ROCm device"):
             measured(Wanted())
+
+
+@needs_no_gpu
+def test_costs_are_measured_between_processes_and_steer_a_cost_model(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(costs.LENGTHS, "cpu", (64, 256))
+    monkeypatch.setitem(costs.ROWS, "cpu", 64)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+                   | {"moe_intermediate_size": 128, "num_experts_per_tok": 2})
+    )  # fmt: skip
+    text, value = costs.measure_costs(Wanted(model=str(tmp_path)))
+    assert text.startswith("float32: products ") and "gloo, 2 ranks: " in text
+    found = record(Costs, value, what="costs")
+    assert found.ranks == 2 and found.bytes_per_s and found.hop_s is not None and found.slot_s
+    assert [(point.tokens, point.ranks) for point in found.points] == [(s, c) for s in (64, 256) for c in (1, 2, 4)]
+    # A file with them gives the rates of a schedule; nothing of them is the catalogue's but the ranks of a node.
+    probe_json = tmp_path / "probe.json"
+    probe_json.write_text(Probe(time="", host="", outcomes=[], costs=found).as_json())
+    rates = read_rates(probe_json)
+    assert rates.attention_flops_per_s == found.attention_flops_per_s and rates.hop_s == found.hop_s
+    assert (rates.near_bytes_per_s, rates.hidden) == (found.bytes_per_s, 0.0)
+    assert rates.source == "measured by a probe of cpu, float32, 2 ranks"
+
+
+def test_a_fit_finds_the_rate_and_the_tiles_that_its_times_were_made_of() -> None:
+    def taken(tokens: int, ranks: int) -> float:
+        return 3e-9 * tokens * (tokens / ranks + (1 if ranks == 1 else 2) * 40)
+
+    timed = {(tokens, ranks): taken(tokens, ranks) for tokens in (500, 1000, 4000) for ranks in (1, 2, 4)}
+    each_s, tile_tokens, points = costs.fitted(timed)
+    assert each_s == pytest.approx(3e-9) and tile_tokens == 40
+    assert all(point.fitted_s == pytest.approx(point.seconds) for point in points)
+    # Times that only noise could make give no tile of fewer than no rows.
+    each_s, tile_tokens, _ = costs.fitted({(500, 1): 1e-4, (1000, 1): 1e-3, (500, 2): 1e-5})
+    assert each_s > 0 and tile_tokens == 0
+    links = link_rates((10**3, 10**6), [3e-5, 2.997e-3], backend="gloo", ranks=4)
+    assert links.bytes_per_s == pytest.approx(3 * 999_000 / 2.967e-3, rel=1e-6)
+    assert links.hop_s == pytest.approx((3e-5 - 2.967e-3 * 1000 / 999_000) / 3, rel=1e-6)
+
+
+def test_a_probe_without_costs_says_how_to_get_them(tmp_path: Path) -> None:
+    ended = Outcome(name="costs", status="hung", text="no answer within 300 s", seconds=300.0)
+    path = tmp_path / "probe.json"
+    path.write_text(Probe(time="", host="", outcomes=[ended]).as_json())
+    with pytest.raises(UserError, match=r"no measured costs in it \(hung: no answer.*gatewright probe --attention"):
+        read_rates(path)
+
+
+@pytest.mark.parametrize(
+    ("device", "row"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI250X", "mi250x-gcd"),
+        ("CPU (AMD64, 2 threads)", "cpu"),
+    ],
+)
+def test_rates_of_a_device_by_the_name_its_driver_gives(device: str, row: str) -> None:
+    assert device_rates(device).gpu == row
 
 
 @needs_no_gpu

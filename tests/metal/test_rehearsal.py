@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import FAMILIES, SIZES
+from fp8_made import save_fp8
 from tiny import config, save_model
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from gatewright.model import attention, expert_lora
 from gatewright.model.load import load_model
 from gatewright.model.quantized import weight_bytes
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import alone
+from gatewright.probe.fake_routing import score_functions
 from gatewright.probe.rehearsal import build, config_of, packed_batch, rehearse, take_steps
 from gatewright.probe.rehearsal_depth import choose_depths
 from gatewright.probe.rehearsal_observe import Observed, observe_depth, observe_model
@@ -40,6 +44,21 @@ def make_run(targets: list[str] | None, *, model: str = "tiny", dtype: str = "fl
             "train": {"tokens_per_step": 100, "steps": 1, "lr": 1e-3, "loss_chunk_tokens": 64} | train,
         }
     )
+
+
+def changed(targets: list[str] | None = ("experts",), /, **sections: dict[str, object]) -> Run:
+    """make_run's run with more keys in its sections."""
+    values = make_run(targets and list(targets)).model_dump()
+    for name, keys in sections.items():
+        values[name] = keys if isinstance(values[name], str) else values[name] | keys
+    return Run.model_validate(values)
+
+
+def moe_config(kind: str) -> PretrainedConfig:
+    """A tiny mixture of experts with a dense first layer; DeepSeek's scores are no softmax, and it has a bias."""
+    if kind == "qwen3_moe":
+        return config(kind)
+    return config_of(SIZES | FAMILIES[kind].config | {"model_type": kind})
 
 
 def add_as_a_gpu_does(into_SN: Tensor, low_Sr: Tensor, w_ErN: Tensor, ends_E: Tensor, scale: float) -> Tensor:
@@ -79,6 +98,91 @@ def test_fake_tensors_count_what_real_ones_do_to_the_byte(
     real: Observed = observe_model(make(), steps)
     assert fake == real
     assert len(real.peaks) >= 3 * 2 + 3  # two passes through three layers, and what surrounds them
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "router"),
+    [
+        ("qwen3_moe", ["experts"], {"balance": 0.01, "z": 1e-3, "train": True}),
+        ("qwen3_moe", None, {"balance": 0.01, "balance_over": "sequence"}),
+        ("deepseek_v3", ["attention"], {"balance": 0.01, "balance_over": "micro", "train": True, "bias_rate": 1e-3}),
+    ],
+)
+def test_losses_of_the_router_count_as_they_do_on_real_tensors(
+    kind: str, targets: list[str] | None, router: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte; the score function, which real routers tell by their values, is the one found beforehand."""
+    monkeypatch.setattr(expert_lora, "_add_products", add_as_a_gpu_does)
+    run, batches = changed(targets, router=router), [packed_batch([50, 70, 33])]
+
+    def make() -> torch.nn.Module:
+        return build(moe_config(kind), run, CPU, ONE)
+
+    def steps(model: torch.nn.Module, live: object) -> Held:
+        return take_steps(model, run, batches, live, ONE, scores=scores)
+
+    with torch.device("meta"):
+        scores = score_functions(make())
+    fake = observe_depth(make, steps, 3)
+    torch.manual_seed(0)
+    assert fake == observe_model(make(), steps)
+    plain = observe_depth(make, lambda model, live: take_steps(model, changed(targets), batches, live, ONE), 3)
+    assert max(peak.bytes for peak in fake.peaks.values()) > max(peak.bytes for peak in plain.peaks.values())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_score_functions_are_those_that_the_model_tells(kind: str, trains: bool) -> None:
+    """Of a router that trains in float32 before a model in bfloat16, too."""
+    run = changed(model={"path": "tiny", "dtype": "bfloat16"}, router={"train": trains})
+    with torch.device("meta"):
+        told = score_functions(build(moe_config(kind), run, CPU, ONE))
+    assert told == dict.fromkeys((1, 2), "softmax" if kind == "qwen3_moe" else "sigmoid")
+
+
+def test_a_choice_of_experts_is_rehearsed_as_if_it_took_every_row() -> None:
+    some = changed(method={"adapter": {"rank": 4, "targets": ["experts"], "experts": {"most_routed": 0.5}}})
+    shape = config("qwen3_moe")
+    chosen, every = (rehearse(run, lengths=[40, 60], config=shape) for run in (some, changed()))
+    assert 2 * chosen.held.weights == every.held.weights
+    assert 2 * chosen.held.optimizer == every.held.optimizer
+    assert chosen.peak.bytes < every.peak.bytes
+    assert chosen.assumed == ("every row goes to an expert that has an adapter: an upper bound",)
+    assert "assumed: every row" in render(chosen)
+
+
+def test_a_capacity_bounds_what_a_rank_of_experts_receives() -> None:
+    layout, shape = Layout(ranks=2, ep=2), config("qwen3_moe")
+    free, bound = (
+        rehearse(run, lengths=[40, 60], config=shape, layout=layout, expert_load=1.5)
+        for run in (changed(), changed(router={"capacity": 1.1}))
+    )
+    assert bound.peak.bytes < free.peak.bytes
+    assert bound.assumed[0].startswith("its experts receive 1.1 times")
+    assert (
+        rehearse(changed(router={"capacity": 1.1}), lengths=[40, 60], config=shape).held
+        == rehearse(changed(), lengths=[40, 60], config=shape).held
+    )
+
+
+def test_dropout_of_expert_adapters_is_rehearsed() -> None:
+    shape = config("qwen3_moe")
+    dropped = changed(method={"adapter": {"rank": 4, "targets": ["experts"], "dropout": 0.1}})
+    with_masks, without = (rehearse(run, lengths=[40, 60], config=shape) for run in (dropped, changed()))
+    assert phases(with_masks)["forward"] > phases(without)["forward"]
+    assert with_masks.held == without.held
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("block", [(8, 8), "row"])
+def test_fp8_takes_what_the_loader_keeps_of_it(kind: str, block: tuple[int, int] | str, tmp_path: Path) -> None:
+    """The frozen base, to the byte, from config.json alone."""
+    folder = save_fp8(save_model(kind, tmp_path / "base"), tmp_path / "fp8", block=block)
+    values = make_run(["attention"], model=str(folder)).model_dump()
+    values["method"]["quantize"] = "fp8"
+    run = Run.model_validate(values)
+    loaded = load_model(run.model, device=torch.device("cpu"), kernel=CPU, quantize="fp8")
+    assert rehearse(run, lengths=[30, 40], full_depth=True).held.frozen == weight_bytes(loaded)
 
 
 @pytest.mark.parametrize(
@@ -230,23 +334,14 @@ def test_lengths_that_make_no_micro_batch_are_refused(lengths: list[int]) -> Non
 
 
 def test_settings_that_cannot_be_rehearsed_are_refused() -> None:
-    def changed(**sections: dict[str, object]) -> Run:
-        values = make_run(["experts"]).model_dump()
-        return Run.model_validate(
-            {key: value | sections.get(key, {}) if isinstance(value, dict) else value for key, value in values.items()}
-        )
-
     for run, layout, says in (
-        (changed(method={"quantize": "fp8"}), Layout(), "fp8 keeps what is FP8 in the weight files"),
-        (changed(router={"balance": 0.01, "train": True}), Layout(), "score function"),
-        (changed(router={"capacity": 1.25}), Layout(), "router.capacity"),
+        (changed(method={"quantize": "fp8"}), Layout(), "the config of tiny states none"),
+        (changed(parallel={"cp": 2}), Layout(ranks=2), "parallel.cp 2"),
     ):
         with pytest.raises(RunFileError, match=says):
             rehearse(run, lengths=[8], config=config("qwen3_moe"), layout=layout)
-    some = make_run(["experts"]).model_dump()
-    some["method"]["adapter"]["experts"] = {"most_routed": 0.5}
-    with pytest.raises(RunFileError, match="fake tensors have no routing"):
-        rehearse(Run.model_validate(some), lengths=[8], config=config("qwen3_moe"))
+    with pytest.raises(RunFileError, match="dense model and has no router"):
+        rehearse(changed(router={"z": 0.01}, method={"adapter": None}), lengths=[8], config=config("llama"))
     with pytest.raises(RunFileError, match="0 micro-batches"):
         rehearse(make_run(None), lengths=[8], config=config("llama"), micro_batches=0)
     with pytest.raises(ModelError, match=r"'experts' matches no weight"):

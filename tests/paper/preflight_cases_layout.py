@@ -174,6 +174,18 @@ CASES = (
         {"gpus": 8, "gpu": "mi250x-gcd"},
     ),
     Case(
+        "GW128",
+        [ours(model={"path": "google/gemma-2-9b"}, parallel={"cp": 2})],
+        [ours(model={"path": "google/gemma-2-9b"}, parallel={"ep": 1})],
+        {"gpus": 8},
+    ),
+    Case(
+        "GW129",
+        [ours(parallel={"ep": 4}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
+        [ours(parallel={"ep": 1}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
+        {"gpus": 8},
+    ),
+    Case(
         "GW131",
         [axolotl(fsdp_version=2, fsdp_config={"version": 2}, deepspeed="ds.json")],
         [axolotl(deepspeed="ds.json")],

@@ -99,7 +99,7 @@ def test_without_a_gpu_every_kind_is_tried(planned) -> None:  # type: ignore[no-
 
 def test_what_does_not_fit_says_what_would(planned) -> None:  # type: ignore[no-untyped-def]
     text = planned("DeepSeek-V4-Pro", "--gpu", "h200", "--gpus", "4")
-    assert re.match(r"does not fit: 4 × h200, [\d.]+ GiB of 136\.9 usable at the backward pass; 16 would do\n", text)
+    assert re.match(r"does not fit: 4 × h200, [\d.]+ GiB of 136\.9 usable at the backward pass; 8 would do\n", text)
     assert decent(text)
 
 

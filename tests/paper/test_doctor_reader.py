@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,20 @@ def test_a_binary_file_among_logs_is_left_out_with_a_note(tmp_path: Path) -> Non
 
 def test_a_line_without_end_is_read_in_pieces() -> None:
     assert line_of(doctor(b"x" * 9_000_000 + b"\n" + OOM.encode())) == 2
+
+
+@pytest.mark.parametrize("filling", [b"x" * 2**20, b"\0" * 2**20, b"x" * (2**20 - 1) + b"\n"])
+def test_what_is_kept_of_long_lines_is_bounded(filling: bytes) -> None:
+    scanner = Scanner("x")
+    tracemalloc.start()
+    for _ in range(64):
+        scanner.feed(filling)
+    scanner.feed(b"\n" + OOM.encode() + b"\n")
+    found = scanner.finish().lives[-1]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "GW511" in found.sightings
+    assert peak < 400 * 2**20
 
 
 def test_what_is_kept_is_bounded() -> None:

@@ -8,10 +8,12 @@ from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import Adapter, Job, Layout
 from gatewright.planner.legal import RULES, advice, refusals
 from gatewright.planner.legal_rule import Setting
+from gatewright.planner.targets import adapter_of
 from gatewright.spec.hardware import Cluster, Node
 
 MOE, DENSE = find_shape("Qwen3-30B-A3B"), find_shape("Qwen3-8B")
-LORA = Job(shape=MOE, method="lora", adapter=Adapter(rank=8, roles=frozenset({"attention"})))
+ADAPTER = Adapter(rank=8, roles=frozenset({"attention"}))
+LORA = Job(shape=MOE, method="lora", adapter=ADAPTER)
 FULL = Job(shape=MOE, method="full")
 
 
@@ -41,7 +43,11 @@ BROKEN = {
     "pp-with-zero23": at(laid(FULL, pp=2, sharding="zero2"), backend="deepspeed"),
     "pp-unsupported": at(laid(FULL, pp=2)),
     "tp-unsupported": at(laid(FULL, tp=2)),
-    "cp-divides-tokens": at(laid(replace(FULL, tokens_per_row=1024), cp=8)),
+    "cp-divides-tokens": at(laid(replace(FULL, tokens_per_row=1024), cp=8), backend="megatron"),
+    "cp-changed-scores": at(laid(replace(FULL, shape=find_shape("gpt-oss-20b")), cp=2)),
+    "expert-subset-with-ep": at(
+        laid(replace(LORA, adapter=adapter_of(MOE, rank=8, targets=["experts"], expert_share=0.25)), ep=4)
+    ),
     "cp-with-eager": at(laid(replace(FULL, attention="eager"), cp=2)),
     "full-needs-wide-weights": at(laid(replace(FULL, storage="fp8"))),
     "eight-bit-with-dtensor": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="fsdp2")),
@@ -54,6 +60,32 @@ BROKEN = {
     "zero2-replicates-frozen": at(laid(LORA, sharding="zero2")),
     "stage-table": at(laid(FULL, sharding="zero3"), gpu="mi250x-gcd"),
 }
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["Qwen3-8B", "Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3", "gemma-3-1b-pt", "Phi-3-mini-4k-instruct"],
+)
+def test_what_the_trainer_proves_over_ranks_is_legal(shape: str) -> None:
+    """docs/context_parallel.md: sliding windows and latent attention too; short documents are cut as well."""
+    setting = at(laid(replace(FULL, shape=find_shape(shape), tokens_per_row=512), cp=8))
+    assert [item.rule for item in refusals(setting) if item.rule.startswith("cp")] == []
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "Qwen3-Next-80B-A3B-Instruct",
+        "Qwen3.5-35B-A3B",
+        "DeepSeek-V3.2",
+        "gpt-oss-20b",
+        "gemma-2-9b",
+        "Llama-4-Scout-17B-16E",
+    ],
+)
+def test_what_the_trainer_refuses_over_ranks_is_not(shape: str) -> None:
+    setting = at(laid(replace(FULL, shape=find_shape(shape)), cp=2))
+    assert any(item.rule in ("cp-through-attention", "cp-changed-scores") for item in refusals(setting))
 
 
 @pytest.mark.parametrize("rule", [rule.id for rule in RULES])

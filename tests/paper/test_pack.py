@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack_exact import fill_exactly
 
 
 def naive_best_fit(lengths, capacity, max_documents=None):
@@ -49,9 +50,32 @@ def check(packs, lengths):
 @pytest.mark.parametrize("seed", [None, 3])
 def test_every_document_lies_in_one_pack_that_holds_it_and_there_are_as_many_packs_as_naive_best_fit(seed):
     for lengths, capacity in CASES:
-        packs = pack(lengths, capacity, seed=seed)
+        packs = pack(lengths, capacity, seed=seed, thorough=False)
         check(packs, lengths)
         assert len(packs) == naive_best_fit(lengths, capacity)
+
+
+def test_packs_that_best_fit_leaves_gaps_in_are_filled_exactly():
+    for lengths, capacity in CASES:
+        bound = martello_toth_bound(lengths, capacity)
+        for seed in (None, 4):
+            packs = pack(lengths, capacity, seed=seed)
+            check(packs, lengths)
+            assert bound <= len(packs) <= naive_best_fit(lengths, capacity)
+        for commonest in (False, True):
+            placed = fill_exactly(np.bincount(lengths), capacity, commonest=commonest)
+            held = np.zeros(placed.total_packs, int)
+            longest_first, at = np.sort(lengths)[::-1], 0
+            for first, packs_, each in zip(placed.first_pack, placed.packs, placed.each, strict=True):
+                for number in range(first, first + packs_):
+                    held[number] += longest_first[at : at + each].sum()
+                    at += each
+            assert at == len(lengths) and held.max() <= capacity and held.min() > 0
+    # Best-fit puts 5 + 4 together and needs a third pack; 5 + 3 + 2 and 4 + 3 + 3 fill two.
+    assert len(pack([5, 4, 3, 3, 3, 2], 10, thorough=False)) == 3
+    assert len(pack([5, 4, 3, 3, 3, 2], 10)) == 2
+    middling = np.random.default_rng(2).integers(300, 1100, 3000)
+    assert len(pack(middling, 2000)) < len(pack(middling, 2000, thorough=False))
 
 
 def test_limit_on_documents_in_a_pack():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gatewright.packing.alike import alike_in_steps, pack_costs
+from gatewright.packing.alike import alike_in_steps, idle_share, pack_costs
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.pack import pack
 
@@ -46,6 +46,20 @@ def test_ranks_of_a_step_wait_less_in_every_epoch():
     alike = EpochPlan(LENGTHS, capacity=4096, seed=1, alike_per_step=8)
     steps = 3 * plain.packs_per_epoch // 8
     assert waiting(alike, 8, steps) < 1 + (waiting(plain, 8, steps) - 1) / 3
+
+
+def test_the_idle_share_is_what_ranks_wait_for_the_dearest_pack_of_each_round():
+    lengths = np.array([8, 4, 6, 6])
+    packs = pack(lengths, 8, max_documents=1)
+    costs = {n: n * (10 + n) for n in (8, 6, 4)}
+    assert packs.order.tolist() == [0, 2, 3, 1]
+    together = costs[8] + 2 * costs[6] + costs[4]
+    expected = 1 - together / (2 * (costs[8] + costs[6]))
+    assert idle_share(packs, lengths, ranks=2, knee_tokens=10) == pytest.approx(expected)
+    assert idle_share(packs, lengths, ranks=5) == 0.0
+    drawn = pack(LENGTHS, 4096, seed=1)
+    alike = alike_in_steps(drawn, LENGTHS, per_step=8, seed=2)
+    assert idle_share(alike, LENGTHS, ranks=8) < idle_share(drawn, LENGTHS, ranks=8) / 3
 
 
 def test_steps_are_a_pure_function_of_their_number():

@@ -1,10 +1,12 @@
 """What a run file says of what trains and how the rest is stored, as the planner takes it, or refuses it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from gatewright.planner.ask import ask
 from gatewright.planner.catalogue import find_model, find_shape
@@ -173,3 +175,36 @@ def test_an_unknown_quantisation_is_planned_in_16_bits_and_said(tmp_path: Path) 
         (tmp_path / "config.json").write_text(json.dumps(config))
         texts.append("\n".join(notes(ask(str(tmp_path), gpu="h200"), gpus=1)))
     assert "not known here" not in texts[0] and "the config says hqq" in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "cp", "rank_tokens"),
+    [
+        ({"cp": 4}, {"micro_batch_tokens": 16384}, 4, 16384),
+        ({"cp": 8}, {}, 8, 16384),
+        ({"cp": "dynamic"}, {"micro_batch_tokens": 32768}, 4, 32768),
+        ({"cp": "dynamic"}, {}, 8, 16384),
+        ({"cp": 1}, {}, 1, 131072),
+    ],
+)
+def test_a_rank_holds_its_part_of_a_document_that_is_cut(
+    parallel: dict[str, Any], train: dict[str, Any], cp: int, rank_tokens: int
+) -> None:
+    """micro_batch_tokens is what a rank holds; auto has room for its part of the longest document."""
+    step = {"tokens_per_step": 2**20, "steps": 10, "lr": 1e-4}
+    asked = question(parallel=parallel, data={"train": "d.jsonl", "max_tokens": 131072}, train=step | train)
+    assert asked.layout is not None
+    assert asked.layout.cp == cp
+    assert replace(asked.job, layout=asked.layout).micro_batch_tokens == rank_tokens
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"data": {"train": "d.jsonl", "pack": False}}, "set pack: true"),
+        ({"router": {"balance": 0.01, "balance_over": "sequence"}}, "needs whole documents"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_before_anything_is_read(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        run(parallel={"cp": 2}, **sections)

@@ -118,6 +118,7 @@ GOOD = Probe(
 )
 RUN = ours(method={"adapter": {"rank": 16}}, hardware={"gpu": "h200", "per_node": 8, "nodes": 2})
 QLORA = ours(method={"adapter": {"rank": 16}, "quantize": "nf4"}, hardware={"gpu": "h200", "per_node": 8})
+IN_FULL = ours(method={"adapter": None}, hardware={"gpu": "h200", "per_node": 8})
 OFFLOADED = axolotl(fsdp=["full_shard"], fsdp_config={"fsdp_cpu_ram_efficient_loading": False})
 
 
@@ -153,6 +154,7 @@ CASES = (
     Case("GW936", ended("disk", "failed", "OSError: [Errno 122] Disk quota exceeded")),
     Case("GW937", {"shm": Shm(total_bytes=64 * 2**20, free_bytes=64 * 2**20)}),
     Case("GW938", {"machine": replace(MACHINE, limit_bytes=60 * GIB, limit_used_bytes=GIB)}, [OFFLOADED]),
+    Case("GW938", {"machine": replace(MACHINE, limit_bytes=60 * GIB, limit_used_bytes=GIB)}, [IN_FULL]),
     Case("GW939", {"machine": replace(MACHINE, usable_cpus=[0])}),
     Case("GW940", {"caches": [replace(CACHE, path="/scratch/triton", kind="lustre", shared=True)]}),
     Case("GW941", {"caches": [replace(CACHE, writable=False)]}),

@@ -180,7 +180,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(folder: Path, key: st
         ("run=no", 'no is a switch to some readers of YAML and a text to others; write "no"'),
         (
             "parallel=manual",
-            "got manual, wanted a section (keys: ep, dense, dp_replicate, cp, exchange, timeout_s) or auto",
+            "got manual, wanted a section (keys: ep, dense, dp_replicate, cp, exchange, probe, ...) or auto",
         ),
         ("router=", "this section is empty; write a key below it, or take it away"),
         ("model=path:x", "got path:x, wanted a section (keys: path, dtype, trust_remote_code); a space must follow"),

@@ -148,10 +148,21 @@ def test_balanced_within_eight_percent_of_the_bound_on_a_long_tail():
     assert len(simple) == 5 and made.step_s < min(simple)
 
 
-def test_a_budget_of_nothing_takes_the_greedy_answer():
-    made = schedule(draw(1, 8, 1000), ranks=8, capacity=1000, costs=COSTS, budget_s=0.0)
+def test_a_share_of_nothing_takes_the_greedy_answer():
+    made = schedule(draw(1, 8, 1000), ranks=8, capacity=1000, costs=COSTS, share=0.0)
     assert [name for name, _ in made.candidates] == ["mixed CP"]
     check(made, draw(1, 8, 1000))
+
+
+def test_a_share_of_the_step_leaves_out_what_takes_longer_and_no_clock_decides():
+    lengths = draw(1, 8, 1000)
+    every = [name for name, _ in schedule(lengths, ranks=8, capacity=1000, costs=COSTS).candidates]
+    tried = [
+        [name for name, _ in schedule(lengths, ranks=8, capacity=1000, costs=COSTS, share=share).candidates]
+        for share in (0.0, 1e-3, 1e-2, 1e-1, 1.0, 1e3)
+    ]
+    assert all(set(less) <= set(more) for less, more in itertools.pairwise(tried))
+    assert tried[0] == ["mixed CP"] and tried[-1] == every and any(1 < len(some) < len(every) for some in tried)
 
 
 def test_edges():

@@ -126,7 +126,7 @@ def test_lengths_of_a_file(tmp_path):
         ("5\n9999999999999\n", r"lengths:2: got '9+'"),
         ("12 13\n", r"lengths:1: got '12 13'"),
         ("", "no lengths in it"),
-        ("0\n0\n", "no lengths in it"),
+        ("0\n0\n", "every document in it is empty, 2 lines of 0"),
     ],
 )
 def test_files_that_are_no_lengths(tmp_path, text, says):

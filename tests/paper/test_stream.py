@@ -50,7 +50,7 @@ def test_almost_as_full_as_all_at_once():
     for lengths in (rng.lognormal(5, 1.4, 60_000), rng.uniform(0.15 * 2048, 0.55 * 2048, 60_000)):
         lengths = np.clip(lengths, 1, 2048).astype(np.int64)
         streamed = sum(1 for _ in pack_stream(lengths.tolist(), 2048))
-        assert streamed <= 1.001 * len(pack(lengths, 2048))
+        assert streamed <= 1.001 * len(pack(lengths, 2048, thorough=False))
 
 
 def test_edges():

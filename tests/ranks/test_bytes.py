@@ -39,7 +39,7 @@ def make(folder: Path, name: str, method: str, layout: dict[str, object]) -> Run
 
 def planned(run: Run) -> dict[str, float]:
     """The planner's bytes of this run's states on one rank."""
-    job = replace(ask_run(run, gpus=RANKS).job, layout=layout_of(run.parallel, RANKS))
+    job = replace(ask_run(run, gpus=RANKS).job, layout=layout_of(run, RANKS))
     policy = find_policy("gatewright")
     found = states(job, policy, shares(job, policy, 0))
     return {

@@ -10,6 +10,7 @@ from fp8_made import save_fp8
 from processes import free_ports, on_ranks
 from steps import CPU, alone
 from test_parity import differences, take_all
+from torch.distributed.tensor import DTensor
 
 from gatewright.model.attention import choose_kernel
 from gatewright.model.experts import find_experts
@@ -98,9 +99,15 @@ def load(run: Run, ranks: object = None) -> torch.nn.Module:
 
 
 def parts_of(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """The packed tensors of each weight in few bits, and the others as they are."""
-    named = model.named_parameters()
-    return {n: dict(p.parts) if isinstance(p, QuantizedWeight) else {"plain": p.detach().clone()} for n, p in named}
+    """The packed tensors of each weight in few bits, and the others as they are; of a divided one, this rank's part."""
+    parts = {}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, QuantizedWeight):
+            parts[name] = dict(weight.parts)
+        else:
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            parts[name] = {"plain": own.detach().clone()}
+    return parts
 
 
 def parts_on_rank(

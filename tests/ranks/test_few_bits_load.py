@@ -109,7 +109,7 @@ def test_each_rank_takes_the_planned_bytes(storage: str, ep: int, dense: str, tm
     run = run_of(folder, storage)
     hardware = run.hardware.model_copy(update={"per_node": 2})
     run = run.model_copy(update={"hardware": hardware, "parallel": spec.Parallel(ep=ep, dense=dense)})
-    job = replace(ask_run(run).job, layout=layout_of(run.parallel, 2))
+    job = replace(ask_run(run).job, layout=layout_of(run, 2))
     [frozen] = [p for p in estimate_memory(job).phases[0].parts if p.name == "frozen weights"]
     alone = weight_bytes(load_model(run.model, device=CPU, kernel=choose_kernel(CPU, torch.bfloat16), quantize=storage))
     for held in on_ranks(2, tmp_path / "ranks", held_on_rank, folder, storage, Layout(ranks=2, ep=ep, dense=dense)):

@@ -1,15 +1,19 @@
 """Layouts and environments that cannot be: an error that says what to change, on all ranks, and nothing written."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import tiny
-from whole_runs import start
+from whole_runs import finish, start
 
 from gatewright.parallel.layout import Layout, layout_of, refuse_experts
 from gatewright.parallel.place import ALONE, Place, find_place, first_host
 from gatewright.spec.errors import RunFileError, UserError
 from gatewright.spec.run import Parallel
+from gatewright.train.checkpoint import complete, newest_sound
 
 
 @pytest.mark.parametrize(
@@ -60,15 +64,30 @@ def test_a_mistake_ends_all_ranks_and_is_told_once(
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    run = tiny.make_run(tmp_path, "qwen3_moe", train__steps=100_000)
-    first = start(run, 2)
-    while not (run.folder / "events.jsonl").exists():
-        pass
+    """The second is refused, and leaves alone what the first is saving at that moment."""
+    run = tiny.make_run(tmp_path, "qwen3_moe", train__steps=100_000, train__save_every_steps=1)
+    first, until = start(run, 2), time.monotonic() + 60
+    while not complete(run.folder / "checkpoints"):
+        assert time.monotonic() < until, first.log(0)
+        time.sleep(0.01)
     # Not the same logs: this one is the second.
     second = start(run.model_copy(update={"run": "tiny"}), 2)
     assert second.wait(patience_s=60) == [2, 2]
     assert any("is working in it" in second.log(rank) for rank in range(2))
-    first.kill_all(first.pids)
+    os.kill(first.pids[1], signal.SIGTERM)
+    assert first.wait(patience_s=60) == [85, 85]
+    assert newest_sound(run.folder / "checkpoints", warn=pytest.fail).step == tiny.events(run, "stop")[0]["step"]
+
+
+def test_another_number_of_ranks_where_it_may_not_be(tmp_path: Path) -> None:
+    """`parallel` may change at a resume, but 3 ranks cannot hold experts for 2: refused, and nothing is touched."""
+    run = tiny.make_run(tmp_path, "qwen3_moe", train__steps=2, train__save_every_steps=1, parallel__ep=2)
+    finish(run, 2)
+    before = {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")}
+    started = start(run, 3)
+    assert started.wait(patience_s=60) == [2, 2, 2]
+    assert "parallel.ep = 2 does not divide the 3 ranks; use 1, 3" in started.log(0)
+    assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
@@ -100,6 +119,6 @@ def test_the_place_that_srun_tells() -> None:
 
 def test_the_place_that_torchrun_tells() -> None:
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
-    assert find_place(told) == Place(rank=1, size=2, local_rank=1, address="h", port=29500)
+    assert find_place(told) == Place(rank=1, size=2, local_rank=1, local_size=2, address="h", port=29500)
     with pytest.raises(UserError, match=r"MASTER_PORT = 'x' in the environment is not a number"):
         find_place(told | {"MASTER_PORT": "x"})

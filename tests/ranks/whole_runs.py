@@ -4,6 +4,7 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +49,13 @@ class Started:
             os.waitpid(pid, 0)
 
 
-def start(run: Run, size: int) -> Started:
-    """Starts the run on so many processes; each writes what it says, and its error, into a log."""
+def start(run: Run, size: int, *, absent: Container[int] = ()) -> Started:
+    """Starts the run on so many processes, but for the absent ranks; each writes what it says, and its error, into a
+    log."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     [port] = free_ports(1)
     pids = []
-    for rank in range(size):
+    for rank in (rank for rank in range(size) if rank not in absent):
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}

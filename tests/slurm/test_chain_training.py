@@ -51,7 +51,7 @@ def adapter(run: Run) -> bytes:
 def test_a_chain_finishes_alone_and_with_the_weights_of_an_undisturbed_run(lab: Lab, tmp_path: Path) -> None:
     undisturbed = training(tmp_path, run="undisturbed")
     began = time.time()
-    lab.run(*GATEWRIGHT, "train", str(write(undisturbed, tmp_path)), cwd=tmp_path, timeout_s=200)
+    lab.run(*GATEWRIGHT, "train", str(write(undisturbed, tmp_path)), cwd=tmp_path, timeout_s=500)
     startup_s = (event_time(steps_of(undisturbed.folder)[0]) or began) - began
 
     # links of a few seconds beyond what a start takes on this machine, and under its load of today

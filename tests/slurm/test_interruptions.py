@@ -36,7 +36,7 @@ def expected(steps: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "steps"), [(8, 450), pytest.param(100, 5000, marks=pytest.mark.slow)], ids=["8", "100"]
+    ("count", "steps"), [(8, 700), pytest.param(100, 5000, marks=pytest.mark.slow)], ids=["8", "100"]
 )
 def test_random_interruptions_cost_no_more_than_the_steps_since_the_last_save(
     lab: Lab, tmp_path: Path, count: int, steps: int

@@ -37,6 +37,7 @@ TABLE: Table = {
     "train.optimizer": ("optimizer", word),
     "train.save_every_steps": ("save_steps", whole),
     "train.keep_checkpoints": ("save_limit", whole),
+    "train.save_in_background": ("save_in_background", flag),
     "router.train": ("router_trains", flag),
     "router.balance": ("aux", number),
     "router.z": ("z", number),
@@ -73,6 +74,7 @@ def read_ours(leaves: list[Leaf], *, file: str) -> Reading:
     values["adapter"] = Written("lora" if said else "full", "method.adapter", file, said.line if said else 0)
     defaults: dict[str, object] = {"task": "sft", "packing": True, "isolated": True, "save_steps": 100, "save_limit": 2}
     defaults |= {"auto_resume": True, "checkpointing": False, "liger": True, "router_trains": False}
+    defaults["save_in_background"] = True
     if said:
         defaults["lora_targets"] = ("attention", "experts")
     for name, value in defaults.items():

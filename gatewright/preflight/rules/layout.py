@@ -34,6 +34,8 @@ CODES = {
     "stage-table": "GW125",
     "cp-through-attention": "GW126",
     "eight-bit-sharded": "GW127",
+    "cp-changed-scores": "GW128",
+    "expert-subset-with-ep": "GW129",
 }
 """Rule of planner/legal.py to its code here. Two are left out that no config can break: our run file and
 transformers' arguments have no key for a pipeline, nor ours for tensor parallelism."""
@@ -42,13 +44,14 @@ COSTLY_ADVICE = frozenset({"four-bit-with-fsdp"})
 _ABOUT = {
     "zero": ("zero",),
     "ep": ("ep",),
+    "expert": ("subset", "ep"),
     "fsdp1": ("fsdp", "ep"),
     "heads": ("tp",),
     "tp": ("tp",),
     "etp": ("etp",),
     "pp": ("pp",),
     "cp": ("cp",),
-    "eight": ("optimizer", "bits"),
+    "eight": ("optimizer", "bits", "ep", "zero"),
     "four": ("bits", "fsdp"),
     "zero2": ("zero",),
     "stage": ("zero", "fsdp"),
@@ -80,6 +83,7 @@ def _said(job: Job, rule: str) -> Iterator[Written[Any]]:
         "optimizer": job.optimizer,
         "bits": job.bits,
         "ranks": job.ranks,
+        "subset": job.expert_share,
     }
     yield from (values[name] for name in _ABOUT.get(rule.split("-")[0], ()) if values[name].given)
     yield job.model

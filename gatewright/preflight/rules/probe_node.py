@@ -92,6 +92,15 @@ def shm_is_too_small(job: Job) -> Fault | None:
     )
 
 
+def _host_bytes(job: Job) -> tuple[int, str]:
+    """Host memory that loading, offloading or saving takes on one node, whichever takes most, and in words."""
+    copy = 0
+    if job.save_in_background.value and job.checkpoint_bytes is not None:
+        # Each rank keeps a copy of what it writes; adapters are written by one.
+        copy = job.checkpoint_bytes // (job.nodes.get(1) if job.full else 1)
+    return max(_load_bytes(job), (copy, "the copy that saves in the background are written from"))
+
+
 def _load_bytes(job: Job) -> tuple[int, str]:
     """Host memory that loading and offloading take on one node, and in words."""
     if job.shape is None:
@@ -107,10 +116,10 @@ def _load_bytes(job: Job) -> tuple[int, str]:
 
 
 def host_memory_is_short(job: Job) -> Fault | None:
-    """The node, or the control group of the job, has less memory than loading takes: the kernel kills the process
-    without a word in the log."""
+    """The node, or the control group of the job, has less memory than loading or a save in the background takes: the
+    kernel kills the process without a word in the log."""
     machine = job.probe.machine if job.probe else None
-    need, words = _load_bytes(job)
+    need, words = _host_bytes(job)
     if machine is None or not need:
         return None
     have = machine.available_bytes
@@ -121,7 +130,8 @@ def host_memory_is_short(job: Job) -> Fault | None:
     return Fault(
         f"{need / GIB:.0f} GiB of host memory on a node ({words}), and this job may have {have / GIB:.1f}",
         (job.model, said(job, "available_bytes", have)),
-        "load on rank 0 alone (fsdp_cpu_ram_efficient_loading), or ask the queue for more memory",
+        "load on rank 0 alone (fsdp_cpu_ram_efficient_loading), save in the foreground (train.save_in_background: "
+        "false), or ask the queue for more memory",
     )
 
 
