@@ -9,7 +9,7 @@ from test_plan_run import run as make_run
 
 from gatewright.packing.flops import ModelFlops, Yardstick
 from gatewright.planner.catalogue import find_device, find_gpu, find_shape, gpus
-from gatewright.planner.job import Job
+from gatewright.planner.job import Job, Layout
 from gatewright.planner.legal import refusals
 from gatewright.planner.legal_rule import Setting
 from gatewright.planner.plan_run import layout_of, plan_run
@@ -43,7 +43,7 @@ def test_auto_is_what_the_planner_chooses(model: str, gpu: str, ranks: int, meth
         return
     chosen = choose_layout(run, on(gpu, ranks=ranks))
     assert isinstance(chosen.run.parallel, Parallel)
-    assert describe(layout_of(chosen.run.parallel, ranks), gpu=find_gpu(gpu)) == planned.layout
+    assert describe(layout_of(chosen.run, ranks), gpu=find_gpu(gpu)) == planned.layout
     assert chosen.reason.startswith(f"planned for {gpu}, the best of ") and "s a step" in chosen.reason
     assert chosen == choose_layout(run, on(gpu, ranks=ranks)), "every rank must come to the same"
 
@@ -94,10 +94,10 @@ def parallel_of(run: Run, *, ranks: int = 8) -> Parallel:
     "model", ["Qwen3.5-35B-A3B", "Kimi-Linear-48B-A3B-Base", "DeepSeek-V3.2", "MiniMax-Text-01-hf"]
 )
 def test_cp_is_refused_where_something_runs_along_documents_past_the_keys(model: str) -> None:
-    job = Job(shape=find_shape(model), method="lora", layout=layout_of(Parallel(cp=2), 2))
+    job = Job(shape=find_shape(model), method="lora", layout=Layout(ranks=2, cp=2))
     cluster = Cluster(node=Node(gpu=find_gpu("h200"), gpus=2))
     assert "cp-through-attention" in {found.rule for found in refusals(Setting(job=job, cluster=cluster))}
-    assert not refusals(Setting(job=replace(job, layout=layout_of(Parallel(), 2)), cluster=cluster))
+    assert not refusals(Setting(job=replace(job, layout=Layout(ranks=2)), cluster=cluster))
 
 
 def test_devices_are_found_by_what_torch_calls_them() -> None:
