@@ -34,7 +34,7 @@ def test_a_whole_run(tmp_path: Path, name: str) -> None:
         tmp_path, name, run="rounded", model__dtype="bfloat16", train__steps=1, **adapter | settings
     )
     assert loop.train(rounded, console=Console(quiet=True)) == 0
-    assert tiny.events(rounded, "step")[0]["loss"] == pytest.approx(steps[0]["loss"], rel=1.5e-2)
+    assert tiny.events(rounded, "step")[0]["loss"] == pytest.approx(steps[0]["loss"], rel=5e-2)
     assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()
     if settings:
         assert all(step["balance_loss"] > 0.5 and step["z_loss"] > 0 for step in steps)
