@@ -57,7 +57,7 @@ def held_bytes(trainer: Trainer) -> int:
 
 def planned_bytes(run: Run, ranks: int) -> float:
     policy = find_policy("gatewright")
-    job = replace(plan_run.ask_run(run, gpus=ranks).job, layout=plan_run.layout_of(run.parallel, ranks))
+    job = replace(plan_run.ask_run(run, gpus=ranks).job, layout=plan_run.layout_of(run, ranks))
     found = states(job, policy, shares(job, policy, 0))
     return found.trained_weights + found.adapters + found.frozen_weights + found.grads + found.optimizer
 
