@@ -1,10 +1,12 @@
 """An export from beginning to end: merge, convert, importance, quantise, compare, and the manifest as the last word.
 
-OUT/NAME-Q4_K_M.gguf       a file that passed; .failed.gguf one that did not, .unproven.gguf one not yet compared
-OUT/reference.npz          what `gatewright verify` compares with, on any machine
-OUT/manifest.json          hashes, versions, gates, figures; written last
-OUT/README.md, Modelfile   for people, and for Ollama
-OUT/work/                  intermediate files and the records of steps; may be deleted when all is done
+In the result folder:
+
+NAME-Q4_K_M.gguf       a file that passed; .failed.gguf one that did not, .unproven.gguf one not yet compared
+reference.npz          what `gatewright verify` compares with, on any machine
+manifest.json          hashes, versions, gates, figures; written last
+README.md, Modelfile   for people, and for Ollama
+work/                  intermediate files and the records of steps; may be deleted when all is done
 """
 
 import json
