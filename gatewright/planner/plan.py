@@ -40,7 +40,7 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
     A micro-batch whose tokens were not given is halved, once or twice, where that takes fewer GPUs.
     """
     within_limits(gpus=gpus)
-    best = _answer(question, gpus=gpus)
+    best = first = _answer(question, gpus=gpus)
     for halved in (2, 4) if question.tokens_open else ():
         if best.gpus == 1 or (gpus is not None and best.chosen is not None):
             break
@@ -48,7 +48,10 @@ def answer(question: Question, *, gpus: int | None) -> Plan:
         shorter = _answer(replace(question, job=job), gpus=gpus)
         if shorter.fewest_gpus is not None and shorter.fewest_gpus < (best.fewest_gpus or MOST_GPUS + 1):
             best = shorter
-    return best
+    if best is first:
+        return best
+    wanted = f"{first.fewest_gpus} GPUs" if first.fewest_gpus else f"more than {MOST_GPUS:,} GPUs"
+    return replace(best, notes=(f"micro-batches of {question.job.tokens_per_row:,} tokens want {wanted}", *best.notes))
 
 
 def _answer(question: Question, *, gpus: int | None) -> Plan:

@@ -5,9 +5,7 @@ from pathlib import Path
 import families
 import pytest
 import tiny
-from processes import free_ports, on_ranks
-from steps import alone
-from test_parity import differences, take_all
+from test_parity import demand_equality
 
 from gatewright.spec.run import Run
 
@@ -30,9 +28,4 @@ def make(folder: Path, name: str, what: str) -> Run:
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_families_on_two_ranks_equal_one(tmp_path: Path, what: str) -> None:
     runs = {name: make(tmp_path, name, what) for name in NAMES}
-    one = {name: alone(run, steps=1) for name, run in runs.items()}
-    many = on_ranks(2, tmp_path / "ranks", take_all, runs, free_ports(len(runs)), 1, patience_s=300)
-    faults = []
-    for name in runs:
-        faults += [f"{name}: {fault}" for fault in differences(one[name], [part[name] for part in many], weights=False)]
-    assert not faults, "\n".join(faults)
+    demand_equality(runs, tmp_path, size=2, steps=1, weights=False)

@@ -8,8 +8,8 @@ import tiny
 import torch
 from fp8_made import save_fp8
 from processes import free_ports, on_ranks
-from steps import CPU, alone
-from test_parity import differences, take_all
+from steps import CPU
+from test_parity import demand_equality
 from torch.distributed.tensor import DTensor
 
 from gatewright.model.attention import choose_kernel
@@ -83,13 +83,7 @@ def make(
 
 @pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR)], ids=["2 ranks", "4 ranks"])
 def test_many_ranks_equal_one(tmp_path: Path, size: int, cases: dict[str, tuple]) -> None:
-    runs = {name: make(tmp_path, name, *case) for name, case in cases.items()}
-    one = {name: alone(run) for name, run in runs.items()}
-    many = on_ranks(size, tmp_path / "ranks", take_all, runs, free_ports(len(runs)), 3, patience_s=200)
-    faults = []
-    for name in runs:
-        faults += [f"{name}: {fault}" for fault in differences(one[name], [part[name] for part in many])]
-    assert not faults, "\n".join(faults)
+    demand_equality({name: make(tmp_path, name, *case) for name, case in cases.items()}, tmp_path, size=size)
 
 
 def load(run: Run, ranks: object = None) -> torch.nn.Module:

@@ -8,10 +8,8 @@ import pytest
 import tiny
 import torch
 from peft import PeftModel
-from processes import free_ports, on_ranks
 from safetensors.torch import load_file, save_file
-from steps import alone
-from test_parity import ROUTER, differences, make, take_all
+from test_parity import ROUTER, demand_equality, make
 from test_resharding import STEPS, assert_like, go_back_to, result, tokens_of_steps
 from test_resharding import make as make_saving
 from whole_runs import finish
@@ -70,14 +68,10 @@ def test_placed_ranks_equal_one(tmp_path: Path, size: int, cases: dict[str, tupl
     for name, (kind, changes, layout) in cases.items():
         runs[name] = make(tmp_path, name, kind, changes | MEASURED, layout)
         runs[name].folder.mkdir(parents=True)
-    one = {name: alone(run) for name, run in runs.items()}
-    many = on_ranks(size, tmp_path / "ranks", take_all, runs, free_ports(len(runs)), 3, patience_s=200)
-    faults = []
+    demand_equality(runs, tmp_path, size=size)
     for name, run in runs.items():
         for order in orders(run, run.parallel.ep):
             assert order != sorted(order), f"{name}: a layer is not moved"
-        faults += [f"{name}: {fault}" for fault in differences(one[name], [part[name] for part in many])]
-    assert not faults, "\n".join(faults)
 
 
 CHAIN = [
