@@ -35,6 +35,20 @@ NOTES = "gatewright.json"
 PREFIX = "base_model.model."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """How a process gets at tensors of which it may hold a part alone."""
+
+    take: Callable[[Tensor], Tensor]
+    """The whole tensor; all processes that have a part of it must come here."""
+    put: Callable[[Tensor, Tensor], None]
+    """Copies into a tensor what is this process's of a whole value."""
+
+
+ONE_PROCESS = Parts(take=lambda tensor: tensor.detach(), put=lambda tensor, value: tensor.data.copy_(value))
+"""Nothing is divided."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of the file and the tensor of the model it holds."""
@@ -46,6 +60,13 @@ class Entry:
     """The file's layout to the model's. Raises ModelError for values that the model has no place for."""
     experts: tuple[int, ...] = ()
     """Numbers of the experts along the first axis; empty for other tensors."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor in the file's layout."""
+        own = self.tensor.shape
+        whole = (len(self.experts), *own[1:]) if self.experts else own
+        return self.fold(torch.empty(whole, dtype=self.tensor.dtype, device="meta")).shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +97,32 @@ class AdapterFiles:
 
 
 def take_adapter(
-    model: PreTrainedModel, adapter: spec.Adapter, *, base: str, host: Callable[[str, Tensor], Tensor]
-) -> AdapterFiles:
+    model: PreTrainedModel,
+    adapter: spec.Adapter,
+    *,
+    base: str,
+    host: Callable[[str, Tensor], Tensor] | None,
+    parts: Parts = ONE_PROCESS,
+) -> AdapterFiles | None:
     """The adapter as it is now; `host` gives the tensor of a name in host memory, copied or not.
 
-    Raises CheckpointError for a tensor with NaN or infinite values.
+    None without `host`: a process that only gives its parts. Raises CheckpointError for a tensor with NaN or infinite
+    values.
     """
-    entries = adapter_entries(model, adapter)
-    for key, entry in entries.items():
-        if not entry.tensor.isfinite().all():
+    entries: dict[str, Entry] = {}
+    for key, entry in adapter_entries(model, adapter).items():
+        tensor = parts.take(entry.tensor)
+        if not tensor.isfinite().all():
             raise CheckpointError(f"adapter not saved: {key.removeprefix(PREFIX)} holds NaN or infinite values")
+        if host is not None:
+            entries[key] = replace(entry, tensor=host(f"adapter/{key}", tensor))
+    if host is None:
+        return None
     config = _peft_config(model, adapter)
     config.base_model_name_or_path = base
     config.inference_mode = True
     return AdapterFiles(
-        entries={key: replace(entry, tensor=host(f"adapter/{key}", entry.tensor)) for key, entry in entries.items()},
+        entries=entries,
         config={k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()},
         dropout=adapter.dropout,
         chosen={
@@ -102,28 +134,40 @@ def take_adapter(
     )
 
 
+def in_host(_: str, tensor: Tensor) -> Tensor:
+    """The tensor in host memory, copied if it is elsewhere."""
+    return tensor.detach().cpu()
+
+
 def save_adapter(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
     """Writes the adapter so that stock PEFT loads the folder.
 
     Raises CheckpointError, before anything is written, for a tensor with NaN or infinite values.
     """
-    take_adapter(model, adapter, base=base, host=lambda _, tensor: tensor.detach().cpu()).write(folder)
+    files = take_adapter(model, adapter, base=base, host=in_host)
+    assert files is not None
+    files.write(folder)
 
 
-def load_adapter(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
+def load_adapter(
+    model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str, parts: Parts = ONE_PROCESS
+) -> None:
     """Copies a saved adapter, ours or PEFT's, into the adapters of `model`, to the bit.
 
     Raises ModelError, before anything is changed, for an adapter of another base model, scale, shape or set of weights,
     a damaged file, and NaN or infinite values.
     """
-    for tensor, value in read_adapter(model, adapter, folder, base=base):
-        tensor.data.copy_(value)
+    for tensor, value in read_adapter(model, adapter, folder, base=base).values():
+        parts.put(tensor, value)
 
 
 def read_adapter(
     model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str
-) -> list[tuple[Tensor, Tensor]]:
-    """(tensor of the model, its value in the folder) for every part of the adapter; checks as `load_adapter` says."""
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Key -> (tensor of the model, its whole value in the folder), for every part of the adapter.
+
+    Checks as `load_adapter` says.
+    """
     _refuse_other_base(folder, base)
     _refuse_other_config(folder, adapter)
     file = folder / WEIGHTS
@@ -140,17 +184,16 @@ def read_adapter(
             f"{file}: {len(odd)} tensors do not match what the run adapts, the first, {where}, is "
             f"{odd[0].removeprefix(PREFIX)}; give method.adapter the targets the file was made with"
         )
-    values = []
+    values = {}
     for key, entry in entries.items():
-        wanted, got = entry.fold(entry.tensor.detach()).shape, saved[key].shape
-        if got != wanted:
+        if saved[key].shape != entry.shape:
             raise ModelError(
-                f"{file}: {key.removeprefix(PREFIX)} has shape {tuple(got)}, the run's adapter {tuple(wanted)}; the "
-                "rank or the base model differs"
+                f"{file}: {key.removeprefix(PREFIX)} has shape {tuple(saved[key].shape)}, the run's adapter "
+                f"{tuple(entry.shape)}; the rank or the base model differs"
             )
         if not saved[key].isfinite().all():
             raise ModelError(f"{file}: {key.removeprefix(PREFIX)} holds NaN or infinite values; the adapter is broken")
-        values.append((entry.tensor, entry.unfold(saved[key])))
+        values[key] = (entry.tensor, entry.unfold(saved[key]))
     return values
 
 

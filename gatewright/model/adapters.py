@@ -9,7 +9,7 @@ of it is written as one PEFT adapter (model/adapter_files.py).
 import hashlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from gatewright.model.expert_lora import LORA, ExpertLora
 from gatewright.model.experts import lora_shapes
+from gatewright.model.head import whole
 from gatewright.model.roles import ROLES, head_is_tied, parameter_roles
 from gatewright.model.targets import Target, choose_targets
 from gatewright.spec import run as spec
@@ -37,13 +38,15 @@ def add_adapters(
     seed: int,
     chosen: Mapping[int, Sequence[int]] | None = None,
     kept: Collection[str] = (),
+    placed: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Adds LoRA to every targeted weight, lets the roles of `adapter.full` train, and returns notes for the user.
 
     A is drawn uniformly in ±1/√in (what PEFT's default amounts to) by a generator of its own for each weight and
     expert, so the values do not depend on the order of layers or on how experts are spread over ranks; B is zero. In
     the embedding, as in PEFT, A is zero and B normal. `chosen`: layer -> the experts that get a pair; None: all.
-    `kept`: roles of `adapter.full` that are saved with the adapter but stay frozen.
+    `kept`: roles of `adapter.full` that are saved with the adapter but stay frozen. `placed`: called with the path of
+    each module as soon as its adapter, or its copy in float32, is in place.
     Raises ModelError when a target matches nothing or less than it says, or a matched weight cannot take an adapter.
     """
     targets, notes = choose_targets(model, adapter)
@@ -51,6 +54,7 @@ def add_adapters(
     dense = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha_value, lora_dropout=adapter.dropout, use_rslora=adapter.rslora
     )
+    placed = placed or (lambda path: None)
     for path, group in itertools.groupby(targets, key=attrgetter("path")):
         first, *others = group
         if first.kind == "linear":
@@ -63,8 +67,10 @@ def add_adapters(
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=None)
         elif first.layer is not None and first.layer in chosen:
             _adapt_experts(model, [first, *others], adapter, seed=seed, chosen=chosen[first.layer])
+        placed(path)
     for path in full:
         _hold_in_float32(model.get_submodule(path))
+        placed(path)
     roles = parameter_roles(model)
     for name, parameter in model.named_parameters():
         if roles[name] in adapter.full and parameter.is_floating_point():
@@ -129,7 +135,7 @@ class Rounded(nn.Module):
         self.dtype = dtype
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight.to(self.dtype)
+        return whole(weight).to(self.dtype)
 
 
 def _adapt_linear(model: PreTrainedModel, path: str, config: LoraConfig, *, seed: int) -> None:
@@ -159,7 +165,7 @@ def _adapt_matrix(model: PreTrainedModel, path: str, adapter: spec.Adapter, *, s
     lora = MatrixLora(module.weight, rank=adapter.rank, scale=adapter.scale)
     drawn = _draw(lora.A.shape, f"{path}.lora_A", seed=seed, fan_in=lora.A.shape[1])
     lora.A.data.copy_(drawn)
-    parametrize.register_parametrization(module, "weight", lora)
+    parametrize.register_parametrization(module, "weight", lora, unsafe=True)  # a divided weight cannot be tried
 
 
 def _adapt_experts(

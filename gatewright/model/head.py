@@ -48,7 +48,7 @@ class Head:
         [name] = self.linear.active_adapters
         a, b = self.linear.lora_A[name], self.linear.lora_B[name]
         low_Tr = a(self.linear.lora_dropout[name](hidden_TH.to(a.weight.dtype)))
-        return LowRankPart(low_Tr * self.linear.scaling[name], b.weight)
+        return LowRankPart(low_Tr * self.linear.scaling[name], whole(b.weight))
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """[T, V] in the type of the weights."""
@@ -86,13 +86,13 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
 
 
-def gather_on_use(head: nn.Linear) -> None:
-    """Lets a head whose weight is divided over ranks be called like any other."""
+def gather_on_use(linear: nn.Linear) -> None:
+    """Lets a linear layer whose weight may be divided over ranks be called like any other."""
 
     def forward(hidden_TH: Tensor) -> Tensor:
-        return F.linear(hidden_TH, whole(head.weight), None if head.bias is None else whole(head.bias))
+        return F.linear(hidden_TH, whole(linear.weight), None if linear.bias is None else whole(linear.bias))
 
-    head.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward  # type: ignore[method-assign]
 
 
 def decoder(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,13 +2,14 @@
 
     on meta, no bytes read yet      divide             experts cut over ep; zero3: FSDP2 over blocks, embedding and head
     weights read, each its own      settle             experts' dispatch in place, and a head that gathers its weight
-    adapters added, roles chosen    spread_gradients   who updates what, and how gradients meet
+    adapters added, one by one      divide_added       zero3: each divided at once, gathered with its block from then on
+    roles chosen                    spread_gradients   who updates what, and how gradients meet
 
 Inside the model nothing knows of ranks but the experts seam (model/experts.py), the head (model/head.py) and weights
 in few bits (model/quantized_divided.py).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -24,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gatewright.model.experts import find_experts, hold
 from gatewright.model.head import decoder, gather_on_use
+from gatewright.model.quantized import QuantizedWeight
 from gatewright.model.quantized_divided import Shares
 from gatewright.model.quantized_load import Divide
 from gatewright.model.roles import head_is_tied, parameter_roles
@@ -31,6 +33,7 @@ from gatewright.parallel.collect import divided_stacks, expert_stacks
 from gatewright.parallel.collectives import all_gather, count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
+from gatewright.parallel.join_fsdp import Place, follow_parametrized, join_fsdp
 from gatewright.parallel.layout import refuse_experts
 from gatewright.parallel.pieces import Piece
 from gatewright.parallel.ranks import SHARD, Ranks
@@ -59,9 +62,9 @@ def divide(
 ) -> dict[str, Shares]:
     """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read.
 
-    `whole`: roles that zero3 leaves whole, as it does adapters: what trains in full beside an adapter is kept in
-    float32, in another form than FSDP would gather. `remade`: weights of which a rank cannot read its rows alone; they
-    stay whole as well. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their
+    `whole`: roles that zero3 leaves whole until `divide_added`: what trains in full beside an adapter is kept in float32,
+    in another form than it is read in. `remade`: weights of which a rank cannot read its rows alone; they stay whole as
+    well. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their
     packed bytes, the ranks that do so are returned by name.
     """
     experts, layout = find_experts(model), ranks.layout
@@ -77,7 +80,7 @@ def divide(
         for module in experts.values():
             _cut_rows(module, module.num_experts, ranks.part("ep"))
     if layout.dense == "zero3":
-        policy = MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
+        policy = _precision(model)
         packed_weights = {model.get_parameter(name) for name in packed}
         if layout.ep > 1:
             for module in experts.values():
@@ -97,12 +100,20 @@ def divide(
             _cut_rows(head, head.out_features, ranks.with_copies(SHARD))
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # The loss is divided by the target tokens of all ranks: gradients are summed, never averaged.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                if ranks.device.type == "cpu":
-                    count_fsdp(module)
+                _sum_gradients(module, ranks)
     return _packed_shares(model, packed, ranks) if layout.dense == "zero3" else {}
+
+
+def _precision(model: PreTrainedModel) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(reduce_dtype=None if model.dtype == torch.float32 else torch.float32)
+
+
+def _sum_gradients(module: FSDPModule, ranks: Ranks) -> None:
+    """The loss is divided by the target tokens of all ranks: gradients are summed, never averaged."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if ranks.device.type == "cpu":
+        count_fsdp(module)
 
 
 def _packed_shares(model: PreTrainedModel, packed: Collection[str], ranks: Ranks) -> dict[str, Shares]:
@@ -140,6 +151,60 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
         gather_on_use(model.get_output_embeddings())
 
 
+def divide_added(model: PreTrainedModel, ranks: Ranks) -> Callable[[str], None] | None:
+    """What is to be called with the path of each module that just got an adapter, or that trains in full beside them.
+
+    None where every rank has all of it. What is whole there is divided over ranks, and gathered with the rest of its
+    block from then on; the head's, which is in no block, by itself.
+    """
+    if ranks.layout.dense != "zero3":
+        return None
+    policy, experts = _precision(model), set(find_experts(model).values())
+
+    def divide_one(path: str) -> None:
+        added: dict[nn.Module | None, list[Place]] = {}
+        for inner, module in model.get_submodule(path).named_modules(prefix=path):
+            for name, weight in module.named_parameters(recurse=False):
+                if not isinstance(weight, DTensor | QuantizedWeight):
+                    added.setdefault(_divided_with(model, inner), []).append((module, name))
+        for owner, places in added.items():
+            mesh = ranks.with_copies("edp" if ranks.layout.ep > 1 and owner in experts else SHARD)
+            if mesh.size(mesh.ndim - 1) == 1:
+                continue
+            if isinstance(owner, FSDPModule):
+                follow_parametrized(owner)
+                join_fsdp(owner, places, mesh=mesh, policy=policy)
+                _sum_gradients(owner, ranks)
+                # What got no gradient on this rank counts as zero, and keeps no other waiting.
+                owner.set_reduce_scatter_unused_params(True, recurse=False)
+            else:
+                _gather_alone(places, mesh)
+
+    return divide_one
+
+
+def _divided_with(model: PreTrainedModel, path: str) -> nn.Module | None:
+    """The nearest module at or above a path that FSDP divides; None: there is none."""
+    while path:
+        module = model.get_submodule(path)
+        if isinstance(module, FSDPModule):
+            return module
+        path = path.rpartition(".")[0]
+    return model if isinstance(model, FSDPModule) else None
+
+
+def _gather_alone(places: Sequence[Place], mesh: DeviceMesh) -> None:
+    """Divides weights that each use gathers by itself."""
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for module, name in places:
+        weight = module.get_parameter(name)
+        own = distribute_tensor(weight.data, mesh, placements, src_data_rank=None).to_local().clone()
+        cut = DTensor.from_local(own, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+        module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
+        if isinstance(module, nn.Linear):
+            gather_on_use(module)
+
+
 def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) -> Gradients:
     """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
     if ranks.alone:
@@ -150,7 +215,7 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
-            shares.append(_fsdp_share(name, weight, ranks, order=orders.get(name)))
+            shares.append(_cut_share(name, weight, ranks, order=orders.get(name)))
             continue
         share, shard, copies = _plain_share(name, weight, ranks, order=divided.get(name))
         shares.append(share)
@@ -194,12 +259,14 @@ def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequen
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
-def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
+def _cut_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
     """The share of a weight that is cut along its first axis, by FSDP or for the head; `order`: as above."""
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    row = prod(weight.shape[1:])
+    row, count = prod(weight.shape[1:]), len(weight) if order is None else len(order)
+    if count > len(weight):  # an adapter of this rank's experts, cut over the ranks that hold the same ones
+        first += ranks.position("ep") * len(weight)
     piece = Piece(
-        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=order,
+        shape=(count, *weight.shape[1:]), begin=first * row, end=(first + rows) * row, order=order,
         holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)

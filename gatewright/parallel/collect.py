@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from gatewright.model.adapter_files import Parts
 from gatewright.model.expert_lora import LORA
 from gatewright.model.experts import find_experts
 from gatewright.parallel.ranks import Ranks
@@ -35,31 +37,37 @@ def whole_state(model: PreTrainedModel, ranks: Ranks) -> dict[str, Tensor]:
 
 
 @contextmanager
-def whole_adapters(model: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
-    """Inside the block the adapters of experts are whole on every rank; after it each rank keeps its own part.
+def whole_adapters(model: PreTrainedModel, ranks: Ranks) -> Iterator[Parts]:
+    """Inside the block the adapters of experts count all experts; yields how a rank gets at what it has a part of.
 
-    What the block writes into them, as loading does, stays.
+    Every rank must take the same tensors in the same order; one at a time is gathered.
     """
-    if ranks.layout.ep == 1:
-        yield
-        return
-    adapted = [
-        (experts, experts._modules[LORA]) for experts in find_experts(model).values() if LORA in experts._modules
-    ]
-    own: dict[nn.Parameter, Tensor] = {}
-    for experts, lora in adapted:
-        for parameter in lora.parameters():
-            own[parameter] = parameter.data
-            parameter.data = _by_number(_gather_rows(parameter.data, ranks), experts.gatewright_order)
-        lora.experts = experts.num_experts
+    adapted = [m for m in find_experts(model).values() if LORA in m._modules] if ranks.layout.ep > 1 else []
+    experts_of = {parameter: m for m in adapted for parameter in m._modules[LORA].parameters()}
+
+    def take(tensor: Tensor) -> Tensor:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if (experts := experts_of.get(tensor)) is None:
+            return whole
+        return _by_number(_gather_rows(whole, ranks), experts.gatewright_order)
+
+    def put(tensor: Tensor, value: Tensor) -> None:
+        if experts := experts_of.get(tensor):
+            value = value[list(experts.gatewright_held)]
+        if isinstance(tensor, DTensor):
+            place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            (rows, *_), (first, *_) = place
+            tensor, value = tensor.to_local(), value[first : first + rows]
+        # Into its own tensor: what ZeRO updates is a view of that.
+        tensor.data.copy_(value)
+
+    for experts in adapted:
+        experts._modules[LORA].experts = experts.num_experts
     try:
-        yield
+        yield Parts(take=torch.no_grad()(take), put=torch.no_grad()(put))
     finally:
-        for experts, lora in adapted:
-            lora.experts = len(experts.gatewright_held)
-            for parameter in lora.parameters():
-                # Into its own tensor: what ZeRO-2 updates is a view of that.
-                parameter.data = own[parameter].copy_(parameter.data[list(experts.gatewright_held)])
+        for experts in adapted:
+            experts._modules[LORA].experts = len(experts.gatewright_held)
 
 
 def expert_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, Sequence[int]]:
@@ -83,9 +91,9 @@ def own_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, Sequence[int]]:
-    """Those of them that are plain tensors with the experts of this rank alone."""
+    """Those of them whose first axis has the experts of this rank alone: adapters, and weights that are plain tensors."""
     stacks = expert_stacks(model, ranks)
-    return {name: order for name, order in stacks.items() if not isinstance(model.get_parameter(name), DTensor)}
+    return {n: o for n, o in stacks.items() if f".{LORA}." in n or not isinstance(model.get_parameter(n), DTensor)}
 
 
 def _by_number(stack: Tensor, order: Sequence[int]) -> Tensor:

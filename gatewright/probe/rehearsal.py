@@ -18,7 +18,7 @@ from gatewright.model.load import put_seams, read_config, remade_rows
 from gatewright.model.quantized_divided import Shares
 from gatewright.model.recompute import recompute
 from gatewright.model.routing import RouterWatch, find_routers
-from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.apply import divide_added, divider, settle, spread_gradients
 from gatewright.parallel.collect import divided_stacks
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
@@ -175,6 +175,7 @@ def build(
             seed=run.train.seed,
             chosen=assume_experts(run, model),
             kept=() if run.router_trains else ("router",),
+            placed=divide_added(model, ranks),
         )
     else:
         train_weights(model, run.method.roles, router=run.router.train)

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from gatewright.model.adapter_files import save_adapter
+from gatewright.model.adapter_files import in_host, take_adapter
 from gatewright.parallel.collect import whole_adapters, whole_state
 from gatewright.spec.run import Run
 from gatewright.train.prove_adapter import prove_reload, prove_written
@@ -21,15 +21,17 @@ def write_output(run: Run, trainer: Trainer) -> None:
     final = output_folder(run)
     partial = final.with_name(f".partial-{final.name}")
     if run.adapter:
-        with whole_adapters(trainer.model, trainer.ranks):
-            if not trainer.ranks.first:
+        base, host = run.model.path, in_host if trainer.ranks.first else None
+        with whole_adapters(trainer.model, trainer.ranks) as parts:
+            files = take_adapter(trainer.model, run.adapter, base=base, host=host, parts=parts)
+            if files is None:
                 return
             shutil.rmtree(partial, ignore_errors=True)
-            save_adapter(trainer.model, run.adapter, partial, base=run.model.path)
-            prove_written(trainer.model, run.adapter, partial, base=run.model.path)
+            files.write(partial)
+            prove_written(files, partial, model=trainer.model, adapter=run.adapter, base=base)
         if trainer.ranks.alone:
             batch = trainer.loader.step(0)[0].to(trainer.device)
-            prove_reload(trainer.model, trainer.head, run.adapter, partial, base=run.model.path, batch=batch)
+            prove_reload(trainer.model, trainer.head, run.adapter, partial, base=base, batch=batch)
     else:
         state = None if trainer.ranks.alone else whole_state(trainer.model, trainer.ranks)
         if not trainer.ranks.first:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gatewright.data.batch import Batch
-from gatewright.model.adapter_files import read_adapter
+from gatewright.model.adapter_files import AdapterFiles, read_adapter
 from gatewright.model.head import Head
 from gatewright.spec import run as spec
 from gatewright.spec.errors import CheckpointError
@@ -17,10 +17,12 @@ SHOWN_TOKENS = 16
 
 
 @torch.no_grad()
-def prove_written(model: PreTrainedModel, adapter: spec.Adapter, folder: Path, *, base: str) -> None:
-    """Reads the folder and demands the bits of the model's own tensors. Raises CheckpointError otherwise."""
-    for tensor, value in read_adapter(model, adapter, folder, base=base):
-        if not torch.equal(tensor.detach().cpu(), value):
+def prove_written(
+    files: AdapterFiles, folder: Path, *, model: PreTrainedModel, adapter: spec.Adapter, base: str
+) -> None:
+    """Reads the folder that was written and demands the bits of `files`. Raises CheckpointError otherwise."""
+    for key, (_, value) in read_adapter(model, adapter, folder, base=base).items():
+        if not torch.equal(files.entries[key].tensor, value):
             raise CheckpointError(f"{folder}: a tensor read back differs from the trained one; the disk is not sound")
 
 
@@ -34,7 +36,7 @@ def prove_reload(
     model.eval()
     wanted_TV = _logits(model, head, batch)
     trained = []
-    for tensor, value in read_adapter(model, adapter, folder, base=base):
+    for tensor, value in read_adapter(model, adapter, folder, base=base).values():
         if not torch.equal(tensor.detach().cpu(), value):
             raise CheckpointError(f"{folder}: a tensor read back differs from the trained one; the disk is not sound")
         trained.append((tensor, tensor.data))

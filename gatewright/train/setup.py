@@ -26,7 +26,7 @@ from gatewright.model.per_document import describe
 from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
-from gatewright.parallel.apply import divider, settle, spread_gradients
+from gatewright.parallel.apply import divide_added, divider, settle, spread_gradients
 from gatewright.parallel.collect import divided_stacks, whole_adapters
 from gatewright.parallel.gradients import Gradients
 from gatewright.parallel.ranks import Ranks, alone
@@ -261,12 +261,13 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
         seed=run.train.seed,
         chosen=chosen.layers if chosen else None,
         kept=() if run.router_trains else ("router",),
+        placed=divide_added(model, ranks),
     )
     for note in [*notes, *([chosen.note] if chosen else [])]:
         log(Finding(severity="note", text=note))
     if adapter.start:
-        with whole_adapters(model, ranks):
-            load_adapter(model, adapter, Path(adapter.start), base=run.model.path)
+        with whole_adapters(model, ranks) as parts:
+            load_adapter(model, adapter, Path(adapter.start), base=run.model.path, parts=parts)
 
 
 def refuse_router_settings(run: Run, model: PreTrainedModel) -> None:

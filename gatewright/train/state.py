@@ -57,9 +57,9 @@ def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress
     pieces = {share.name: share.piece for share in held}
     adapter: AdapterFiles | None = None
     if run.adapter:
-        with whole_adapters(trainer.model, ranks):
-            if ranks.first:
-                adapter = take_adapter(trainer.model, run.adapter, base=run.model.path, host=host.take)
+        keep = host.take if ranks.first else None
+        with whole_adapters(trainer.model, ranks) as parts:
+            adapter = take_adapter(trainer.model, run.adapter, base=run.model.path, host=keep, parts=parts)
     else:
         tensors |= {f"{WEIGHTS}{share.name}": share.owned for share in held}
     state = optimizer_tensors(trainer.optimizer, {share.name: share.owned for share in held})
@@ -101,8 +101,8 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
             )
     ranks, gradients, saved = trainer.ranks, trainer.gradients, SavedState(folder)
     if run.adapter:
-        with whole_adapters(trainer.model, ranks):
-            load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path)
+        with whole_adapters(trainer.model, ranks) as parts:
+            load_adapter(trainer.model, run.adapter, folder / "adapter", base=run.model.path, parts=parts)
     with torch.no_grad():
         for share in gradients.shares.values():
             if not run.adapter:
