@@ -16,7 +16,15 @@ from gatewright.planner.memory_gather import (
 )
 from gatewright.planner.memory_layer import LayerWork, layer_work, norm_op, sequence_split
 from gatewright.planner.memory_reserve import intervals
-from gatewright.planner.memory_states import Held, States, grad_shards, shares, stage_layers, states
+from gatewright.planner.memory_states import (
+    Held,
+    States,
+    adapter_parameters,
+    grad_shards,
+    shares,
+    stage_layers,
+    states,
+)
 from gatewright.planner.policy import Policy, Types, find_policy
 from gatewright.spec.hardware import GIB
 from gatewright.spec.plan import Interval, MemoryEstimate, Metric, Part, Phase, PhaseName
@@ -360,10 +368,13 @@ def step_parts(at: Stage) -> list[Part]:
 
 
 def save_parts(at: Stage) -> list[Part]:
-    """Tensors go to the host one block at a time; adapters go whole."""
-    parts, held_whole = resident_parts(at), at.policy.whole_beside_fsdp and at.job.layout.ep == 1
+    """Tensors go to the host one block at a time; adapters go whole, unless they go by the tensor."""
+    parts = resident_parts(at)
     if at.job.method == "full":
         parts.append(part("gathered weights", gathered_block(at.job, at.policy, at.held)))
-    elif at.job.layout.shards > 1 and not held_whole:
+    elif at.job.layout.shards > 1 and not at.policy.saves_by_tensor:
         parts.append(part("gathered adapters", at.states.adapter_count * at.types.weight))
+    elif at.job.layout.shards > 1:
+        largest = max((adapter_parameters(at.job, share.group) for share in at.held.shares), default=0.0)
+        parts.append(part("gathered adapter of a block", largest * at.types.weight))
     return parts

@@ -17,16 +17,20 @@ def largest_block(held: Held, size: Callable[[Share], float]) -> float:
     return max((sum(sizes[index] for index in block) for block in held.blocks), default=0.0)
 
 
+def trained_bytes(job: Job, policy: Policy) -> float:
+    """Of a parameter that trains, as it travels."""
+    return policy.trained(job).weight if policy.gathers_as_held else COMPUTE_BYTES
+
+
 def gathered_weight(job: Job, policy: Policy, item: Share) -> float:
-    """Full weights of one tensor group as they travel: the compute type, small formats as they are stored."""
-    whole = policy.whole_beside_fsdp and job.method != "full"
+    """Full weights of one tensor group as they travel: frozen ones in bf16 or as they are stored in few bits."""
     if item.trains:
-        return 0.0 if whole else item.parameters * COMPUTE_BYTES
+        return item.parameters * trained_bytes(job, policy)
     if policy.packed_by_matrix and quantizes(job, item.group):
         stored = (item.parameters - item.matrices) * COMPUTE_BYTES
     else:
         stored = weight_bytes(job, policy, item)
-    return stored + (0.0 if whole else item.adapters * COMPUTE_BYTES)
+    return stored + item.adapters * trained_bytes(job, policy)
 
 
 def gathered_bytes(job: Job, policy: Policy, held: Held, *, blocks: float) -> float:
@@ -68,7 +72,8 @@ def flight_bytes(job: Job, policy: Policy, held: Held) -> float:
     if job.layout.sharding not in FULLY_SHARDED:
         return 0.0
     count = largest_block(held, lambda item: item.parameters if item.trains else item.adapters)
-    return count * (COMPUTE_BYTES + policy.reduce_bytes)
+    made = policy.trained(job).grad if policy.gathers_as_held else COMPUTE_BYTES
+    return count * (made + policy.reduce_bytes)
 
 
 def unsharded_grads(job: Job, policy: Policy, held: Held) -> float:

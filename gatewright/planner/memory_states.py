@@ -170,11 +170,6 @@ def weight_shards(job: Job, part: Share) -> int:
     return part.shards if job.layout.sharding in ("zero3", "fsdp1", "fsdp2") else 1
 
 
-def trained_shards(job: Job, policy: Policy, part: Share) -> int:
-    """Ranks that divide an adapter's weights, or those of what trains in full."""
-    return 1 if policy.whole_beside_fsdp and job.method != "full" else weight_shards(job, part)
-
-
 def grad_shards(job: Job, part: Share) -> int:
     return part.shards if job.layout.sharding in ("zero2", "zero3", "fsdp1", "fsdp2") else 1
 
@@ -223,7 +218,7 @@ def states(job: Job, policy: Policy, held: Held) -> States:
     types = policy.trained(job)
     for part in held.shares:
         weights = weight_bytes(job, policy, part) * part.count
-        stored = weights / (trained_shards(job, policy, part) if part.trains else weight_shards(job, part))
+        stored = weights / weight_shards(job, part)
         count = (part.parameters if part.trains else part.adapters) * part.count
         own = count / (part.shards if zero else 1)
         whole += weights
@@ -234,7 +229,7 @@ def states(job: Job, policy: Policy, held: Held) -> States:
         else:
             frozen += 0.0 if "experts" in job.offload and part.group.role == EXPERTS else stored
             frozen_count += part.parameters * part.count
-            adapters += count * types.weight / trained_shards(job, policy, part)
+            adapters += count * types.weight / weight_shards(job, part)
             adapter_count += count
         updated += own
         grads += count * types.grad / grad_shards(job, part)

@@ -89,8 +89,10 @@ class Policy:
     """Weights in few bits are gathered for one product at a time: a matrix, or the experts' stack of one."""
     fsdp_skips_experts: bool = False
     """Experts are divided by EP alone, FSDP leaves them whole."""
-    whole_beside_fsdp: bool = False
-    """FSDP leaves adapters, and weights that train beside them, whole on every rank; it divides gradients and state."""
+    gathers_as_held: bool = False
+    """FSDP gathers what trains, and takes its gradients, in the types they are held in, not in the compute type."""
+    saves_by_tensor: bool = False
+    """A save gathers one tensor of an adapter at a time."""
     accumulates_unsharded: bool = False
     """Between micro-batches FSDP keeps gradients unsharded (no_sync)."""
     loads_whole_model: bool = False

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from gatewright.packing.flops import ATTENTION_PASSES, ModelFlops
 from gatewright.planner.job import Job
-from gatewright.planner.memory_states import kinds_of, shares, states, weight_bytes
+from gatewright.planner.memory_gather import trained_bytes
+from gatewright.planner.memory_states import Share, kinds_of, shares, states, weight_bytes
 from gatewright.planner.policy import find_policy
 from gatewright.spec.hardware import Cluster
 from gatewright.spec.plan import TimeEstimate
@@ -163,11 +164,15 @@ def gather_s(job: Job, cluster: Cluster) -> float:
     if layout.sharding not in FULLY_SHARDED or layout.shards == 1:
         return 0.0
     policy = find_policy(job.framework)
-    size = sum(
-        min(weight_bytes(job, policy, item), item.parameters * B) * item.count * (1 - 1 / item.shards)
-        for item in shares(job, policy, 0).shares
-        if item.shards > 1
-    )
+    trained = trained_bytes(job, policy)
+
+    def whole(item: Share) -> float:
+        if item.trains:
+            return item.parameters * trained
+        return min(weight_bytes(job, policy, item), item.parameters * B) + item.adapters * trained
+
+    held = [item for item in shares(job, policy, 0).shares if item.shards > 1]
+    size = sum(whole(item) * item.count * (1 - 1 / item.shards) for item in held)
     return transfer_s(cluster, layout.ranks, 2 * size)
 
 
