@@ -62,10 +62,10 @@ def divide(
 ) -> dict[str, Shares]:
     """Lays a model on meta out over ranks; whoever reads the weights sees from a placement which part to read.
 
-    `whole`: roles that zero3 leaves whole until `divide_added`: what trains in full beside an adapter is kept in float32,
-    in another form than it is read in. `remade`: weights of which a rank cannot read its rows alone; they stay whole as
-    well. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their
-    packed bytes, the ranks that do so are returned by name.
+    `whole`: roles that zero3 leaves whole until `divide_added`: what trains in full beside an adapter is kept in
+    float32, in another form than it is read in. `remade`: weights of which a rank cannot read its rows alone; they stay
+    whole. `packed`: weights that will be in few bits. FSDP has no part in these: where zero3 divides their packed
+    bytes, the ranks that do so are returned by name.
     """
     experts, layout = find_experts(model), ranks.layout
     refuse_experts(layout, max((module.num_experts for module in experts.values()), default=0))

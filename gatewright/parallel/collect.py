@@ -91,7 +91,7 @@ def own_stacks(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def divided_stacks(model: PreTrainedModel, ranks: Ranks) -> dict[str, Sequence[int]]:
-    """Those of them whose first axis has the experts of this rank alone: adapters, and weights that are plain tensors."""
+    """Those of them whose first axis has this rank's experts alone: adapters, and weights that are plain tensors."""
     stacks = expert_stacks(model, ranks)
     return {n: o for n, o in stacks.items() if f".{LORA}." in n or not isinstance(model.get_parameter(n), DTensor)}
 

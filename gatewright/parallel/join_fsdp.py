@@ -67,6 +67,6 @@ def _join(module: FSDPModule, places: Sequence[Place], *, mesh: DeviceMesh, poli
 
 def _refusal() -> str:
     return (
-        f"parallel.dense: zero3: adapters cannot join what FSDP of torch {torch.__version__} divides (known: 2.13); use "
-        "dense: zero2, or that torch"
+        f"parallel.dense: zero3: torch {torch.__version__} keeps what FSDP divides in another way than 2.13, so that "
+        "adapters cannot join it; use dense: zero2, or torch 2.13"
     )

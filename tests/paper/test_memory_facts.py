@@ -43,10 +43,11 @@ def test_qwen3_235b_in_fp8_with_rank_32_fits_two_h200_and_not_one() -> None:
 
 
 def test_deepseek_v4_pro_wants_eight_h200_and_leaves_about_250_gb() -> None:
-    """Its compressed keys allow no CP: a micro-batch of 4,096 tokens would lack 0.3 GiB, one of 2,048 fits."""
+    """Its compressed keys allow no CP: a micro-batch of 4,096 tokens fits, one of 4,608 does not."""
     assert plan("DeepSeek-V4-Pro", gpu="h200", rank=16).fewest_gpus == 8
     assert plan("DeepSeek-V4-Pro", gpu="h200", gpus=4, rank=16).fewest_gpus == 8
-    assert plan("DeepSeek-V4-Pro", gpu="h200", gpus=8, rank=16, tokens=4096).chosen is None
+    assert plan("DeepSeek-V4-Pro", gpu="h200", gpus=8, rank=16, tokens=4096).chosen is not None
+    assert plan("DeepSeek-V4-Pro", gpu="h200", gpus=8, rank=16, tokens=4608).chosen is None
     native = total_bytes(find_shape("DeepSeek-V4-Pro"), "fp8-mxfp4", mtp=True)
     assert 235 < 8 * 141 - native / GB < 275
 
