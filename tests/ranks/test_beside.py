@@ -1,4 +1,4 @@
-"""What trains in full beside an adapter, where zero3 divides the rest: held whole, kept in float32, saved like any."""
+"""What trains in full beside an adapter under zero3: kept in float32, divided with the rest, saved like any."""
 
 from pathlib import Path
 

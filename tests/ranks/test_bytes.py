@@ -65,9 +65,10 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path, method: str) -> N
     assert not faults, "\n".join(faults)
 
 
-def test_the_names_of_the_layouts_are_true(tmp_path: Path) -> None:
-    """Of full fine-tuning: zero2 divides gradients and optimizer state by the ranks, zero3 the weights too."""
-    runs = {name: make(tmp_path, name, "full", LAYOUTS[name]) for name in ("replicate", "zero2", "zero3", "ep4")}
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_names_of_the_layouts_are_true(tmp_path: Path, method: str) -> None:
+    """Of what trains, zero2 divides gradients and optimizer state by the ranks, zero3 the weights too."""
+    runs = {name: make(tmp_path, name, method, LAYOUTS[name]) for name in ("replicate", "zero2", "zero3", "ep4")}
     ranks = on_ranks(RANKS, tmp_path / "ranks", take_all, runs, free_ports(len(runs)), 1)
     held = {name: {what: max(p[name].bytes[what] for p in ranks) for what in ranks[0][name].bytes} for name in runs}
     whole = held["replicate"]
@@ -77,4 +78,5 @@ def test_the_names_of_the_layouts_are_true(tmp_path: Path) -> None:
             assert share == pytest.approx(1 / RANKS if what in divided else 1.0, rel=0.03), (
                 f"{name}: {what} {share:.3f}"
             )
-    assert whole["weights"] - held["ep4"]["weights"] == EXPERTS_BYTES * (RANKS - 1) // RANKS
+    base = "frozen" if method == "lora" else "weights"
+    assert whole[base] - held["ep4"][base] == EXPERTS_BYTES * (RANKS - 1) // RANKS

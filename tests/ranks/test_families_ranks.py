@@ -12,7 +12,7 @@ from gatewright.spec.run import Run
 NAMES = ["mixtral", "olmoe", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v4", "glm4_moe", "glm_moe_dsa"]
 NAMES += ["gpt_oss", "granitemoe", "minimax", "kimi_linear", "llama4", "afmoe"]
 FULL = {"parallel__ep": 2, "parallel__dense": "zero3", "method__adapter": None}
-LAYOUTS = {"lora": {"parallel__ep": 2}, "full": FULL}
+LAYOUTS = {"lora": {"parallel__ep": 2}, "lora-zero3": {"parallel__dense": "zero3"}, "full": FULL}
 
 
 def make(folder: Path, name: str, what: str) -> Run:
@@ -21,7 +21,7 @@ def make(folder: Path, name: str, what: str) -> Run:
         families.save_family(name, base, vocab_size=272)
         tiny.save_tokenizer(base)
         tiny.save_rows(folder / "train.jsonl", 30)
-    targets = {"method__adapter__targets": list(families.FAMILIES[name].targets)} if what == "lora" else {}
+    targets = {"method__adapter__targets": list(families.FAMILIES[name].targets)} if "lora" in what else {}
     return tiny.make_run(folder, name, run=f"{name}-{what}", train__lr=1e-3, **LAYOUTS[what] | targets)
 
 

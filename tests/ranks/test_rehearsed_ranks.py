@@ -7,7 +7,7 @@ from typing import Any
 import tiny
 import torch
 from processes import free_ports, on_ranks
-from test_parity import FULL, RECOMPUTED, make, take_all
+from test_parity import BESIDE, FULL, RECOMPUTED, make, take_all
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +31,7 @@ CASES = {
     "dense lora zero3": ("llama", RECOMPUTED, {"dense": "zero3"}),
     "dense full zero3": ("llama", FULL | RECOMPUTED, {"dense": "zero3"}),
     "dense full zero3 tied head": ("llama-tied", FULL, {"dense": "zero3"}),
+    "moe lora zero3": ("qwen3_moe", BESIDE, {"dense": "zero3"}),
     "moe lora ep2": ("qwen3_moe", {}, {"ep": 2}),
     "moe full ep2": ("mixtral", FULL, {"ep": 2}),
     "moe lora ep2 zero2": ("qwen3_moe", {}, {"ep": 2, "dense": "zero2"}),
