@@ -13,6 +13,7 @@ from operator import neg
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.pack_bulk import fill_in_bulk, stable_argsort
 from gatewright.packing.pack_exact import Placed, fill_exactly
 
 NEAR = 0.0005
@@ -70,20 +71,17 @@ def pack(
     Raises ValueError for a length below 1 or above the capacity.
     """
     lengths_N = _checked(lengths, capacity=capacity, max_documents=max_documents)
-    at_most = max_documents or max(len(lengths_N), 1)
-    counts = np.bincount(lengths_N) if len(lengths_N) else np.zeros(1, np.int64)
-    distinct = np.flatnonzero(counts)[::-1]
-    placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
-    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most))
-    for commonest in (False, True) if thorough and max_documents is None else ():
-        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
-            placed = min(placed, other, key=lambda found: found.total_packs)
-    longest_first, pack_place = _draw(lengths_N, placed.total_packs, seed)
-    pack_N = pack_place[_expand(placed)]
-    documents_P = np.bincount(pack_N, minlength=placed.total_packs)
+    draw = None if seed is None else np.random.Generator(np.random.PCG64(seed))
+    longest_first = _longest_first(lengths_N, draw)
+    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // (max_documents or capacity)))
+    pack_N = None if max_documents else fill_in_bulk(lengths_N[longest_first], capacity, bound)
+    if pack_N is None:
+        pack_N = _expand(_fewest(lengths_N, capacity, bound, max_documents, thorough=thorough))
+    if draw is not None:
+        pack_N = draw.permutation(pack_N.max(initial=-1) + 1)[pack_N]
     return Packs(
-        order=longest_first[_stable_argsort(pack_N)],
-        offsets=np.concatenate(([0], np.cumsum(documents_P))),
+        order=longest_first[stable_argsort(pack_N, below=len(lengths_N))],
+        offsets=np.concatenate(([0], np.cumsum(np.bincount(pack_N)))),
         capacity=capacity,
         tokens=int(lengths_N.sum()),
         lower_bound=bound,
@@ -119,6 +117,20 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     small_tokens = tokens[half] - tokens[below]
     extra = np.maximum(0, -((room_beside_big - small_tokens) // capacity))
     return int((alone + big + extra).max())
+
+
+def _fewest(
+    lengths_N: IntArray, capacity: int, bound: int, max_documents: int | None, *, thorough: bool
+) -> Placed:
+    """The better of best-fit-decreasing and, where that leaves more than NEAR above the bound, of filling exactly."""
+    counts = np.bincount(lengths_N, minlength=1)
+    distinct = np.flatnonzero(counts)[::-1]
+    at_most = max_documents or max(len(lengths_N), 1)
+    placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
+    for commonest in (False, True) if thorough and max_documents is None else ():
+        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
+            placed = min(placed, other, key=lambda found: found.total_packs)
+    return placed
 
 
 BITS = 40
@@ -230,20 +242,13 @@ def _expand(placed: Placed) -> IntArray:
     return np.repeat(pack_of_entry, np.repeat(each, packs))
 
 
-def _draw(lengths_N: IntArray, packs: int, seed: Seed | None) -> tuple[IntArray, IntArray]:
-    """Documents by descending length (ties drawn, or by index without a seed), and the place of each pack."""
-    below_longest = lengths_N.max(initial=0) - lengths_N
-    if seed is None:
-        return _stable_argsort(below_longest), np.arange(packs)
-    draw = np.random.Generator(np.random.PCG64(seed))
+def _longest_first(lengths_N: IntArray, draw: np.random.Generator | None) -> IntArray:
+    """Documents by descending length; ties drawn, or by index."""
+    longest = int(lengths_N.max(initial=0))
+    if draw is None:
+        return stable_argsort(longest - lengths_N, below=longest)
     shuffled = draw.permutation(len(lengths_N))
-    return shuffled[_stable_argsort(below_longest[shuffled])], draw.permutation(packs)
-
-
-def _stable_argsort(keys_N: IntArray) -> IntArray:
-    """Indices that sort the keys (≥ 0); numpy sorts 16-bit integers by radix, several times faster than 64-bit ones."""
-    keys = keys_N.astype(np.uint16) if keys_N.max(initial=0) < 1 << 16 else keys_N
-    return np.argsort(keys, kind="stable")
+    return shuffled[stable_argsort(longest - lengths_N[shuffled], below=longest)]
 
 
 def _checked(lengths: npt.ArrayLike, *, capacity: int, max_documents: int | None) -> IntArray:
