@@ -80,7 +80,7 @@ def pack(
     if draw is not None:
         pack_N = draw.permutation(pack_N.max(initial=-1) + 1)[pack_N]
     return Packs(
-        order=longest_first[stable_argsort(pack_N, below=len(lengths_N))],
+        order=longest_first[stable_argsort(pack_N, below=len(lengths_N) + 1)],
         offsets=np.concatenate(([0], np.cumsum(np.bincount(pack_N)))),
         capacity=capacity,
         tokens=int(lengths_N.sum()),
@@ -119,9 +119,7 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     return int((alone + big + extra).max())
 
 
-def _fewest(
-    lengths_N: IntArray, capacity: int, bound: int, max_documents: int | None, *, thorough: bool
-) -> Placed:
+def _fewest(lengths_N: IntArray, capacity: int, bound: int, max_documents: int | None, *, thorough: bool) -> Placed:
     """The better of best-fit-decreasing and, where that leaves more than NEAR above the bound, of filling exactly."""
     counts = np.bincount(lengths_N, minlength=1)
     distinct = np.flatnonzero(counts)[::-1]
@@ -246,9 +244,9 @@ def _longest_first(lengths_N: IntArray, draw: np.random.Generator | None) -> Int
     """Documents by descending length; ties drawn, or by index."""
     longest = int(lengths_N.max(initial=0))
     if draw is None:
-        return stable_argsort(longest - lengths_N, below=longest)
+        return stable_argsort(longest - lengths_N, below=longest + 1)
     shuffled = draw.permutation(len(lengths_N))
-    return shuffled[stable_argsort(longest - lengths_N[shuffled], below=longest)]
+    return shuffled[stable_argsort(longest - lengths_N[shuffled], below=longest + 1)]
 
 
 def _checked(lengths: npt.ArrayLike, *, capacity: int, max_documents: int | None) -> IntArray:

@@ -1,9 +1,9 @@
-"""All documents into a given number of packs by steps over whole arrays: many times faster than one by one.
+"""All documents into a given number of packs by steps over whole arrays, which is faster than placing one by one.
 
-The packs have room for little more than the documents, so nearly every pack must become full to the last token. While
-packs have room for many documents each, these are dealt in runs; later each pack takes one document a step, the
-longest that fits, as best-fit would; the last few documents are placed one by one. It may fail where best-fit does
-not: then nothing is known.
+The packs together have little more room than the documents need, so nearly every pack must become full to the last
+token. While packs have room for many documents each, these are dealt in runs. Then every pack takes one document a
+step, the longest that fits and no fuller pack wants. The last few are placed one by one. Documents may be left over
+where best-fit would have placed them all, so a failure proves nothing.
 """
 
 from bisect import bisect_left, insort
@@ -14,35 +14,46 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 Chosen = tuple[IntArray, IntArray]
 """Documents, and the room that each goes into: places in the arrays that they were chosen from."""
-FEW = 300
-"""Documents from which on one by one is as fast."""
-DEALT = 2
-"""Documents a pack that a deal must place, or one by one a pack is better: it leaves rooms that documents fit into."""
+STEPS = 30
+"""After so many, all that is left is placed one by one."""
+FEW = 250
+"""Documents that are placed one by one as fast as by further steps."""
+MANY = 50_000
+"""Documents from which on it is not tried: there many are equally long, and best-fit places those together."""
 SPARE = 0.5
-"""Tokens of room a pack beyond those of the documents, below which it is not tried, as it would rarely go."""
+"""Tokens of room a pack, beyond those of its documents, below which it is not tried: it would rarely succeed."""
+LOOSE = 1.5
+"""Longest documents that a pack has room for, on average, from which on documents are dealt in runs."""
 BITS = 32
 
 
 def fill_in_bulk(length_N: IntArray, capacity: int, packs: int) -> IntArray | None:
-    """[documents] pack of each document, given by descending length; None where some found no room."""
-    alone = len(length_N) - int(np.searchsorted(length_N[::-1], capacity // 2, side="right"))
-    tokens = int(length_N.sum())
-    if packs * capacity - tokens < SPARE * packs:
+    """[documents] pack of each, the documents being given by descending length; None where they do not all fit.
+
+    packs: at least as many as there are documents over half the capacity; none of them stays empty if it is a lower
+    bound.
+    """
+    if len(length_N) >= MANY or packs * capacity - int(length_N.sum()) < SPARE * packs:
         return None
+    alone = len(length_N) - int(np.searchsorted(length_N[::-1], capacity // 2, side="right"))
     pack_N = np.arange(len(length_N))
     left, length = pack_N[alone:], length_N[alone:]
     room = np.full(packs, capacity)
     room[:alone] -= length_N[:alone]
     pack = np.arange(packs)
-    """Of every pack that can take one more document; `left` and `length` of every document that is not placed."""
-    while len(left) > FEW:
+    """`room` and `pack` are of packs that may take one more document, `left` and `length` of documents to place."""
+    for _ in range(STEPS):
+        if len(left) <= FEW:
+            break
         useful = (room >= length[-1]).nonzero()[0]
         room, pack = room[useful], pack[useful]
         tokens = int(length.sum())
         if (spare := int(room.sum()) - tokens) < 0:
             return None
-        loose = len(length) >= DEALT * len(room) and tokens >= DEALT * len(room) * int(length[0])
-        documents, rooms = (loose and _deal(length, room, capacity)) or _one_each(length, room, capacity, spare)
+        if tokens >= LOOSE * len(room) * int(length[0]):
+            documents, rooms = _deal(length, room, capacity)
+        else:
+            documents, rooms = _one_each(length, room, capacity, spare)
         if not len(documents):
             return None
         pack_N[left[documents]] = pack[rooms]
@@ -57,11 +68,11 @@ def fill_in_bulk(length_N: IntArray, capacity: int, packs: int) -> IntArray | No
     return pack_N
 
 
-def _deal(length: IntArray, room: IntArray, capacity: int) -> Chosen | None:
-    """Consecutive documents to each room, until less is left of it than the first of them takes; None if too few go.
+def _deal(length: IntArray, room: IntArray, capacity: int) -> Chosen:
+    """Consecutive documents into each room, until less of it is left than the first of them takes.
 
-    Lengths descend. The largest room begins with the longest document; where a room's documents would not fit after
-    all, they stay.
+    The largest room begins with the longest document. Where each room begins is guessed as if all kept the longest
+    document's room free; where that guess makes a room's documents too many, they stay.
     """
     longest = length[0]
     largest_first = stable_argsort(capacity - room, below=capacity + 1)
@@ -71,8 +82,6 @@ def _deal(length: IntArray, room: IntArray, capacity: int) -> Chosen | None:
     first = np.searchsorted(begins, np.cumsum(share) - share).clip(max=len(length) - 1)
     share = np.maximum(room - length[first], 0)
     ends = np.searchsorted(begins, np.cumsum(share))
-    if ends[-1] < DEALT * len(room):
-        return None
     taker = np.repeat(np.arange(len(room)), np.diff(ends, prepend=0))
     fits = np.bincount(taker, length[: len(taker)], minlength=len(room)) <= room
     documents = np.flatnonzero(fits[taker])
@@ -114,5 +123,5 @@ def _one_by_one(length: IntArray, room: IntArray, pack: IntArray) -> list[int]:
 
 
 def stable_argsort(keys_N: IntArray, *, below: int) -> IntArray:
-    """Indices that sort keys of 0 to `below`; numpy sorts 16-bit integers by radix, far faster than 64-bit ones."""
+    """Indices that sort keys in [0, below); numpy sorts 16-bit integers by radix, far faster than 64-bit ones."""
     return np.argsort(keys_N.astype(np.uint16) if below <= 1 << 16 else keys_N, kind="stable")
