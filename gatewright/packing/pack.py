@@ -1,4 +1,4 @@
-"""Put documents into packs: best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
+"""Put documents into packs: in bulk, or by best-fit-decreasing on the histogram of lengths; two proved lower bounds.
 
 lengths      5 3 3 2 2 1        capacity 8
 packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
@@ -60,10 +60,11 @@ def pack(
     """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds, or fewer.
 
     The result has at most as many packs as placing the documents one by one, longest first, each into the fullest pack
-    that still has room. Work grows with the number of distinct lengths, not with the number of documents.
+    that still has room. That is done only where filling in bulk fails: where it succeeds, no packing has fewer packs.
+    Its work grows with the number of distinct lengths, not with the number of documents.
 
-    thorough: where that leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes some
-    ten times as long; not with `max_documents`.
+    thorough: where best-fit leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes
+    some ten times as long; not with `max_documents`.
 
     A seed draws which of several equally long documents goes where, and the order of the packs; how many packs there
     are does not depend on it. The same seed gives the same packs in every process.
