@@ -74,7 +74,7 @@ def pack(
     lengths_N = _checked(lengths, capacity=capacity, max_documents=max_documents)
     draw = None if seed is None else np.random.Generator(np.random.PCG64(seed))
     longest_first = _longest_first(lengths_N, draw)
-    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // (max_documents or capacity)))
+    bound = max(lower_bound(lengths_N, capacity), -(-len(lengths_N) // (max_documents or capacity)))
     pack_N = None if max_documents else fill_in_bulk(lengths_N[longest_first], capacity, bound)
     if pack_N is None:
         pack_N = _expand(_fewest(lengths_N, capacity, bound, max_documents, thorough=thorough))
@@ -102,6 +102,22 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     """
     if not len(lengths_N):
         return 0
+    return int(_threshold_bounds(lengths_N, capacity)[0].max())
+
+
+def lower_bound(lengths_N: IntArray, capacity: int) -> int:
+    """The larger of L2 and of L2's argument counted in documents instead of tokens.
+
+    Beside a document over half a pack there are at most so many of length ≥ a as fit into less than half a pack; a
+    pack without one holds at most capacity // a. That is tight where documents fit only in pairs.
+    """
+    if not len(lengths_N):
+        return 0
+    return int(np.maximum(*_threshold_bounds(lengths_N, capacity)).max())
+
+
+def _threshold_bounds(lengths_N: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """The bound of each threshold, by tokens and by documents."""
     count = np.bincount(lengths_N)
     distinct = np.flatnonzero(count)
     number = np.concatenate(([0], np.cumsum(count[distinct])))
@@ -109,15 +125,19 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     """Documents, and their tokens, among the first k distinct lengths."""
     half = int(np.searchsorted(distinct, capacity // 2, side="right"))
     # Between two lengths a larger threshold keeps the same documents and leaves more of them alone.
-    thresholds = np.concatenate(([0], distinct[:half]))
+    thresholds = np.concatenate(([1], distinct[:half]))
     below = np.searchsorted(distinct, thresholds)
     above = np.searchsorted(distinct, capacity - thresholds, side="right")
-    alone = number[-1] - number[above]
     big = number[above] - number[half]
-    room_beside_big = big * capacity - (tokens[above] - tokens[half])
+    over_half = number[-1] - number[half]
     small_tokens = tokens[half] - tokens[below]
-    extra = np.maximum(0, -((room_beside_big - small_tokens) // capacity))
-    return int((alone + big + extra).max())
+    room_beside_big = big * capacity - (tokens[above] - tokens[half])
+    small = number[half] - number[below]
+    most_beside_big = big * ((capacity - capacity // 2 - 1) // thresholds)
+    return (
+        over_half + np.maximum(0, -((room_beside_big - small_tokens) // capacity)),
+        over_half + np.maximum(0, -((most_beside_big - small) // (capacity // thresholds))),
+    )
 
 
 def _fewest(lengths_N: IntArray, capacity: int, bound: int, max_documents: int | None, *, thorough: bool) -> Placed:

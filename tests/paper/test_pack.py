@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack import lower_bound, martello_toth_bound, pack, sum_bound
 from gatewright.packing.pack_bulk import fill_in_bulk
 from gatewright.packing.pack_exact import fill_exactly
 
@@ -113,7 +113,7 @@ def test_filling_in_bulk_finds_a_place_for_every_document_or_says_that_it_did_no
     for capacity in (500, 4096, 32768, 131_072):
         for name, lengths in shapes(5000, capacity).items():
             longest_first = np.sort(lengths)[::-1]
-            bound = martello_toth_bound(lengths, capacity)
+            bound = lower_bound(lengths, capacity)
             pack_N = fill_in_bulk(longest_first, capacity, bound)
             if pack_N is not None:
                 held = np.bincount(pack_N, longest_first)
@@ -140,13 +140,48 @@ def test_limit_on_documents_in_a_pack():
 def test_bounds_are_below_every_packing_and_tight_where_that_can_be_seen():
     for lengths, capacity in CASES:
         l1, l2 = sum_bound(lengths, capacity), martello_toth_bound(lengths, capacity)
-        assert l1 <= l2 <= len(pack(lengths, capacity))
+        assert l1 <= l2 <= lower_bound(lengths, capacity) <= len(pack(lengths, capacity))
     over_half = np.array([6, 6, 6, 6])
     assert (sum_bound(over_half, 10), martello_toth_bound(over_half, 10)) == (3, 4)
     # Two packs of 7 leave 3 each, too little for a 4: the 4s need a third pack.
     beside = np.array([7, 7, 4, 4])
     assert (sum_bound(beside, 10), martello_toth_bound(beside, 10)) == (3, 3)
     assert martello_toth_bound(np.array([7, 7, 7, 4, 4]), 10) == 4
+
+
+def fewest_packs(lengths, capacity):
+    """By trying everything: each document, longest first, into every pack that has room, or a new one."""
+    best = len(lengths)
+
+    def place(k, rooms):
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if k == len(lengths):
+            best = len(rooms)
+            return
+        for room in {r for r in rooms if r >= lengths[k]}:
+            place(k + 1, [*rooms[: rooms.index(room)], *rooms[rooms.index(room) + 1 :], room - lengths[k]])
+        place(k + 1, [*rooms, capacity - lengths[k]])
+
+    place(0, [])
+    return best
+
+
+def test_no_packing_at_all_is_below_the_bounds():
+    rng = np.random.default_rng(9)
+    tight = 0
+    for _ in range(300):
+        capacity = int(rng.integers(5, 30))
+        low = int(rng.integers(1, capacity // 2 + 1))
+        lengths = np.sort(rng.integers(low, low + rng.integers(1, capacity // 2), rng.integers(1, 9)))[::-1]
+        fewest = fewest_packs(lengths.tolist(), capacity)
+        assert martello_toth_bound(lengths, capacity) <= lower_bound(lengths, capacity) <= fewest
+        assert fewest <= len(pack(lengths, capacity))
+        tight += martello_toth_bound(lengths, capacity) < lower_bound(lengths, capacity)
+    assert tight > 3
+    # A third document of 4 never fits into 11: five need three packs, though two would hold their tokens.
+    assert (martello_toth_bound(np.full(5, 4), 11), lower_bound(np.full(5, 4), 11)) == (2, 3)
 
 
 def martello_toth_by_definition(lengths, capacity):
