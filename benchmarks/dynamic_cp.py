@@ -21,7 +21,7 @@ from peer_schedulers import dp_balanced, dynamic, static_size
 from gatewright.packing.cost import CostModel, cost_model, find_rates
 from gatewright.packing.schedule import schedule
 from gatewright.packing.schedule_mixed import mixed
-from gatewright.packing.schedule_score import Problem, bound_s, problem_of, step_s
+from gatewright.packing.schedule_score import Problem, bound_s, longest_first, problem_of, step_s
 from gatewright.packing.schedule_static import static
 from gatewright.planner.catalogue import find_shape, gpus
 
@@ -83,7 +83,7 @@ def compare(lengths: np.ndarray, ranks: int, capacity: int, costs: CostModel) ->
     begun = time.process_time()
     ours = schedule(lengths, ranks=ranks, capacity=capacity, costs=costs)
     took = time.process_time() - begun
-    arrival = list(range(len(lengths)))
+    arrival = np.argsort(longest_first(lengths)).tolist()
     return {
         "documents": len(lengths),
         "strategy": ours.strategy,

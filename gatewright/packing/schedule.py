@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gatewright.packing.cost import CostModel
+from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
 from gatewright.packing.schedule_mixed import mixed
-from gatewright.packing.schedule_score import Problem, Slot, bound_s, problem_of, step_s
+from gatewright.packing.schedule_score import Problem, Slot, bound_s, longest_first, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 
 SEARCHED = 100_000
@@ -88,7 +89,6 @@ def schedule(
     """
     lengths_N = checked(lengths, ranks=ranks, capacity=capacity)
     problem = problem_of(lengths_N, ranks=ranks, capacity=capacity, costs=costs)
-    bound = bound_s(problem)
     tried: list[tuple[str, float, list[Slot]]] = []
     offered = candidates(problem, aligned=aligned)
     if size is not None and len(lengths_N):
@@ -102,13 +102,16 @@ def schedule(
         left_s = (left_s if tried or share is None else share * seconds) - operations * OPERATION_S
         tried.append((name, seconds, slots))
     name, seconds, slots = min(tried, key=lambda candidate: candidate[1])
+    order_N = longest_first(lengths_N)
     return Schedule(
         ranks=ranks,
         capacity=capacity,
-        micro_batches=tuple(micro_batch(problem, slot) for slot in slots),
+        micro_batches=tuple(
+            micro_batch(slot._replace(documents_P=order_N[slot.documents_P]), ranks) for slot in slots
+        ),
         strategy=name,
         step_s=seconds,
-        bound_s=bound,
+        bound_s=bound_s(problem),
         candidates=tuple((name, seconds) for name, seconds, _ in tried),
     )
 
@@ -118,17 +121,17 @@ Candidate = tuple[str, int, Callable[[], list[Slot]]]
 
 
 def static_candidate(problem: Problem, size: int) -> Candidate:
-    operations = len(problem.longest_first) * (size + 16)
+    operations = len(problem.tokens_N) * (size + 16)
     return f"static CP {size}", operations, partial(static, problem, size=size)
 
 
 def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
     """The greedy one first."""
-    if not problem.longest_first:
+    if not len(problem.tokens_N):
         yield "nothing", 0, list
         return
-    documents, ranks = len(problem.longest_first), problem.ranks
-    effort, sizes = documents * problem.fewest_slots, group_sizes(problem)
+    documents, ranks = len(problem.tokens_N), problem.ranks
+    effort, sizes = documents * problem.fewest_slots, group_sizes(problem, problem.longest)
     if not aligned:
         operations = documents * (24 + ranks // 8) + problem.fewest_slots * ranks * ranks // 4
         yield "mixed CP", operations, partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
@@ -165,23 +168,39 @@ def checked(lengths: npt.ArrayLike, *, ranks: int, capacity: int) -> npt.NDArray
     return lengths_N
 
 
-def micro_batch(problem: Problem, slot: Slot) -> MicroBatch:
-    held: list[list[Slice]] = [[] for _ in range(problem.ranks)]
-    for document, ranks, shares in sorted(slot):
-        for rank, chunks in zip(ranks, mirrored(shares), strict=True):
-            held[rank] += [Slice(document, start, end) for start, end in chunks]
-    groups = {document: ranks for document, ranks, _ in sorted(slot) if len(ranks) > 1}
-    return MicroBatch(slices=tuple(map(tuple, held)), groups=groups)
+def micro_batch(slot: Slot, ranks: int) -> MicroBatch:
+    """The slices of each rank, by ascending document."""
+    order_P = np.argsort(slot.documents_P, kind="stable")
+    documents_P, ranks_P, shares_P = (column_P[order_P] for column_P in slot)
+    first_D = np.flatnonzero(np.diff(documents_P, prepend=-1))
+    widths_D = np.diff(first_D, append=len(documents_P))
+    ended_P = np.cumsum(shares_P)
+    before_P = np.repeat(ended_P[first_D] - shares_P[first_D], widths_D)
+    tokens_P = np.repeat(np.add.reduceat(shares_P, first_D), widths_D)
+    chunks_P22 = mirrored(ended_P - shares_P - before_P, ended_P - before_P, tokens_P)
+    by_rank_P = np.argsort(ranks_P, kind="stable")
+    chunks_C2, held_P2 = chunks_P22[by_rank_P].reshape(-1, 2), chunks_P22[by_rank_P, :, 0] < chunks_P22[by_rank_P, :, 1]
+    chunks_C2 = chunks_C2[held_P2.reshape(-1)]
+    counts_R = np.bincount(ranks_P[by_rank_P], held_P2.sum(axis=1), minlength=ranks).astype(np.int64)
+    columns = np.repeat(documents_P[by_rank_P], held_P2.sum(axis=1)), chunks_C2[:, 0], chunks_C2[:, 1]
+    pieces = list(map(Slice._make, zip(*(column_C.tolist() for column_C in columns), strict=True)))
+    ends_R = np.cumsum(counts_R)
+    bounds = zip((ends_R - counts_R).tolist(), ends_R.tolist(), strict=True)
+    cut_D = np.flatnonzero(widths_D > 1)
+    groups = {
+        int(documents_P[first]): tuple(ranks_P[first : first + width].tolist())
+        for first, width in zip(first_D[cut_D].tolist(), widths_D[cut_D].tolist(), strict=True)
+    }
+    return MicroBatch(slices=tuple(tuple(pieces[begin:end]) for begin, end in bounds), groups=groups)
 
 
-def mirrored(shares: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """[shares] chunks of each: one from the front and its mirror image from the back, joined where they touch."""
-    tokens, begun = sum(shares), 0
-    chunks = []
-    for share in shares:
-        ended = begun + share
-        front, back = (begun // 2, ended // 2), (tokens - (ended + 1) // 2, tokens - (begun + 1) // 2)
-        pair = [front, back] if front[1] < back[0] else [(front[0], back[1])]
-        chunks.append([chunk for chunk in pair if chunk[0] < chunk[1]])
-        begun = ended
-    return chunks
+def mirrored(begun_P: IntArray, ended_P: IntArray, tokens_P: IntArray) -> IntArray:
+    """[pieces, 2, (start, end)] chunks of the piece that begins and ends after so many of its document's tokens.
+
+    One from the front, and its mirror image from the back, which is empty where the two touch and are joined.
+    """
+    front = begun_P // 2, ended_P // 2
+    back = tokens_P - (ended_P + 1) // 2, tokens_P - (begun_P + 1) // 2
+    touch_P = front[1] >= back[0]
+    first = np.stack([front[0], np.where(touch_P, back[1], front[1])], axis=-1)
+    return np.stack([first, np.stack([np.where(touch_P, back[1], back[0]), back[1]], axis=-1)], axis=-2)

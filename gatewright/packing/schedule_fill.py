@@ -7,6 +7,8 @@ group that is there or onto free ranks, small groups first. What would take too 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gatewright.packing.schedule_score import Problem, Slot, alone_s, place_evenly
 
 Price = Callable[[int, int], float]
@@ -35,7 +37,7 @@ class Group:
 
 
 def by_seconds(problem: Problem) -> Price:
-    return lambda tokens, ranks: alone_s(problem, tokens, ranks)
+    return lambda tokens, ranks: float(alone_s(problem.costs, tokens, ranks))
 
 
 def by_square(tokens: int, ranks: int) -> float:
@@ -47,21 +49,22 @@ def sequential(problem: Problem, price: Price) -> list[Slot]:
     """Micro-batches until no document waits."""
     powers = [1 << k for k in range(problem.ranks.bit_length())]
     sizes = sorted({*powers, problem.ranks})
-    waiting, slots = problem.longest_first, []
+    tokens_N = problem.tokens_N.tolist()
+    waiting, slots = list(range(len(problem.tokens_N))), []
     while waiting:
-        groups, left = fill_groups(problem, waiting, price, sizes)
+        groups, left = fill_groups(problem, waiting, tokens_N, price, sizes)
         if not widen(problem, groups, sizes):
-            groups, left = fill_all_ranks(problem, waiting)
+            groups, left = fill_all_ranks(problem, waiting, tokens_N)
         slots.append(placed(problem, groups))
         waiting = left
     return slots
 
 
-def fill_groups(problem: Problem, waiting: list[int], price: Price, sizes: list[int]) -> tuple[list[Group], list[int]]:
+def fill_groups(problem: Problem, waiting: list[int], tokens_N: list[int], price: Price, sizes: list[int]) -> tuple[list[Group], list[int]]:
     """Groups of one micro-batch, and the documents that wait on."""
     groups: list[Group] = []
     left: list[int] = []
-    longest = problem.tokens[waiting[0]]
+    longest = tokens_N[waiting[0]]
     fewest = next(size for size in sizes if longest <= size * problem.capacity)
     slowest = price(longest, fewest)
     limit = SLACK * slowest * problem.capacity * fewest / longest
@@ -69,7 +72,7 @@ def fill_groups(problem: Problem, waiting: list[int], price: Price, sizes: list[
     groups[0].add(waiting[0], longest, slowest)
     free = problem.ranks - fewest
     for document in waiting[1:]:
-        tokens = problem.tokens[document]
+        tokens = tokens_N[document]
         chosen: Group | None = None
         soonest = limit
         for size in sizes:
@@ -96,11 +99,11 @@ def fill_groups(problem: Problem, waiting: list[int], price: Price, sizes: list[
     return groups, left
 
 
-def fill_all_ranks(problem: Problem, waiting: list[int]) -> tuple[list[Group], list[int]]:
+def fill_all_ranks(problem: Problem, waiting: list[int], tokens_N: list[int]) -> tuple[list[Group], list[int]]:
     """One group of all ranks with as many documents as it holds, and the others."""
     group, left = Group(problem.ranks), []
     for document in waiting:
-        tokens = problem.tokens[document]
+        tokens = tokens_N[document]
         if group.holds(tokens, problem.capacity):
             group.add(document, tokens, 0.0)
         else:
@@ -123,8 +126,8 @@ def widen(problem: Problem, groups: list[Group], sizes: list[int]) -> bool:
 
 
 def placed(problem: Problem, groups: list[Group]) -> Slot:
-    slot, first = [], 0
-    for group in groups:
-        slot += [place_evenly(problem, document, first=first, ranks=group.size) for document in group.documents]
-        first += group.size
-    return slot
+    size_G = np.array([group.size for group in groups])
+    group_D = np.repeat(np.arange(len(groups)), [len(group.documents) for group in groups])
+    documents_D = np.array([document for group in groups for document in group.documents])
+    first_G = np.cumsum(size_G) - size_G
+    return place_evenly(problem, documents_D, first_D=first_G[group_D], ranks_D=size_G[group_D])

@@ -10,7 +10,7 @@ from gatewright.packing.cost import CostModel, cost_model, cpu_rates, find_rates
 from gatewright.packing.schedule import mirrored, schedule
 from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
 from gatewright.packing.schedule_mixed import mixed
-from gatewright.packing.schedule_score import Placement, bound_s, even_shares, loads_s, problem_of, step_s
+from gatewright.packing.schedule_score import Slot, bound_s, joined, loads_s, place_evenly, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 from gatewright.planner.catalogue import find_shape, gpus
 
@@ -74,7 +74,7 @@ def test_each_candidate_places_every_token_within_the_room(seed, ranks, capacity
     lengths = draw(seed, ranks, capacity)
     problem = problem_of(lengths, ranks=ranks, capacity=capacity, costs=COSTS)
     makers = [mixed(problem), per_micro_batch(problem, fill=0.9)]
-    makers += [static(problem, size=size) for size in group_sizes(problem)]
+    makers += [static(problem, size=size) for size in group_sizes(problem, problem.longest)]
     makers += [sequential(problem, by_seconds(problem)), sequential(problem, by_square)]
     for slots in makers:
         held = sorted(placement.document for slot in slots for placement in slot)
