@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from gatewright.packing.flops import ATTENTION_PASSES
@@ -84,20 +83,20 @@ class CostModel:
 
     def rate(self, tokens: Numbers) -> Numbers:
         """Seconds of one token of a document of `tokens` tokens."""
-        return self.token_s + self.attention_s * tokens
+        return tokens * self.attention_s + self.token_s
 
     def whole_s(self, tokens: Numbers) -> Numbers:
         """Of a document that one rank holds alone."""
-        return tokens * self.token_s + self.attention_s * tokens * (tokens + self.tile_tokens)
+        return tokens * self.token_s + tokens * (tokens + self.tile_tokens) * self.attention_s
 
     def split_s(self, tokens: Numbers) -> Numbers:
         """What a share costs besides its tokens, before any exchange: four half-empty tiles where a whole has two."""
-        return 2 * self.attention_s * tokens * self.tile_tokens
+        return tokens * (2 * self.attention_s * self.tile_tokens)
 
     def exchange_s(self, first_rank: Numbers, last_rank: Numbers) -> Numbers:
         """Of one token received in a group that reaches from one rank to the other."""
         far = first_rank // self.ranks_per_node != last_rank // self.ranks_per_node
-        return self.near_s + (self.far_s - self.near_s) * far
+        return far * (self.far_s - self.near_s) + self.near_s
 
     def share_s(self, tokens: Numbers, share: Numbers, exchange_s: Numbers) -> Numbers:
         """Of a share of a document that other ranks hold the rest of."""

@@ -10,7 +10,7 @@ the same share of its attention:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,12 +25,14 @@ from gatewright.packing.schedule_mixed import mixed
 from gatewright.packing.schedule_score import Problem, Slot, bound_s, longest_first, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 
-SEARCHED = 100_000
+SEARCHED = 400_000
 """Documents × micro-batches up to which all candidates are tried: the effort of some grows with that product."""
 SHARES = 4_000_000
 """Shares that a static candidate may cut a larger step into."""
-OPERATION_S = 0.4e-6
+OPERATION_S = 1e-6
 """Seconds of one of the operations that the effort of candidates is estimated in, on one core."""
+SLACKS = (0.03, 0.0, 0.08)
+"""Times beyond an even spread that the thorough search tries."""
 FILL = 0.9
 """Share of the room of a micro-batch that is given to documents when each has its own CP size."""
 
@@ -106,45 +108,45 @@ def schedule(
     return Schedule(
         ranks=ranks,
         capacity=capacity,
-        micro_batches=tuple(
-            micro_batch(slot._replace(documents_P=order_N[slot.documents_P]), ranks) for slot in slots
-        ),
+        micro_batches=tuple(micro_batch(slot._replace(documents_P=order_N[slot.documents_P]), ranks) for slot in slots),
         strategy=name,
         step_s=seconds,
-        bound_s=bound_s(problem),
+        bound_s=min(bound_s(problem), seconds),  # they may differ by rounding
         candidates=tuple((name, seconds) for name, seconds, _ in tried),
     )
 
 
 Candidate = tuple[str, int, Callable[[], list[Slot]]]
-"""Name, estimated operations, and what makes it. The estimates are fits to times of 60 to 11,000 documents."""
+"""Name, estimated operations, and what makes it. The estimates are fits to times on 6 to 512 ranks."""
 
 
 def static_candidate(problem: Problem, size: int) -> Candidate:
-    operations = len(problem.tokens_N) * (size + 16)
+    operations = 700 + len(problem.tokens_N) * (size + 1) // 25
     return f"static CP {size}", operations, partial(static, problem, size=size)
 
 
 def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
     """The greedy one first."""
-    if not len(problem.tokens_N):
+    documents, slots = len(problem.tokens_N), problem.fewest_slots
+    if not documents:
         yield "nothing", 0, list
         return
-    documents, ranks = len(problem.tokens_N), problem.ranks
-    effort, sizes = documents * problem.fewest_slots, group_sizes(problem, problem.longest)
+    searched = documents * slots <= SEARCHED
     if not aligned:
-        operations = documents * (24 + ranks // 8) + problem.fewest_slots * ranks * ranks // 4
-        yield "mixed CP", operations, partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
-    if effort > SEARCHED:
-        fewer = [size for size in sizes if documents * size <= SHARES]
-        sizes = fewer if fewer or not aligned else sizes[:1]
-    for size in sizes:
+        parts = 1 if searched else math.isqrt(documents * slots // SEARCHED) + 1
+        operations = 2500 + 20 * slots * problem.ranks + documents // 4
+        yield "mixed CP", operations, partial(mixed, problem, parts=parts)
+    sizes = group_sizes(problem, problem.longest)
+    fewer = [size for size in sizes if searched or documents * size <= SHARES]
+    for size in fewer or sizes[: int(aligned)]:
         yield static_candidate(problem, size)
-    if effort > SEARCHED:
+    if not searched:
         return
-    yield "CP of each micro-batch", 24 * documents, partial(per_micro_batch, problem, fill=FILL)
+    yield "CP of each micro-batch", 1700 + documents, partial(per_micro_batch, problem, fill=FILL)
     if not aligned:
-        operations = documents * (2 * ranks + 16)
+        operations = 2500 + slots * (450 + 35 * problem.ranks) + 3 * documents
+        yield "mixed CP, thorough", operations, partial(mixed, problem, slacks=SLACKS, cut_late=True)
+        operations = 100 + slots * (8 * problem.ranks + 2 * documents)
         yield "sequential fill", operations, partial(sequential, problem, by_seconds(problem))
         yield "sequential fill by square", operations, partial(sequential, problem, by_square)
 

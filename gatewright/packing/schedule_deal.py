@@ -1,6 +1,6 @@
 """Deals documents to bins, such as ranks of a micro-batch: many at a time, and as one after another would.
 
-Documents come longest first, which is also by descending work; so one that does not fit tells of all before it.
+Documents come longest first, which is also by descending work.
 """
 
 import numpy as np
@@ -13,21 +13,20 @@ def deal(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: In
     """The bin of each document, or -1: where least is to do among bins with room, if that keeps within the limit.
 
     `load_B` and `room_B` are brought up to date. A round deals documents to bins by ascending load, as long as the
-    next bin has less to do than any that has just got a document: as long as longest-first would go there too.
+    next bin has less to do than any that has just got a document: as long as longest-first would go there too. From
+    the first document on that would be late, shorter ones fill gaps.
     """
     bins_D = np.full(len(works_D), -1)
     at = 0
     while at < len(works_D):
         open_B = np.flatnonzero(room_B >= tokens_D[at])
         order_B = open_B[np.argsort(load_B[open_B], kind="stable")][: len(works_D) - at]
-        next_D = slice(at, at + len(order_B))
-        ends_B = load_B[order_B] + works_D[next_D]
+        ends_B = load_B[order_B] + works_D[at : at + len(order_B)]
         if not len(order_B) or ends_B[0] > limit_s:
-            at += late(works_D[at:], tokens_D[at:], load_B, room_B, limit_s)
-            continue
-        in_turn_B = load_B[order_B[1:]] <= np.minimum.accumulate(ends_B)[:-1]
-        stops = np.flatnonzero(~(in_turn_B & (ends_B[1:] <= limit_s)))
-        count = int(stops[0]) + 1 if len(stops) else len(order_B)
+            bins_D[at:] = fill_up(works_D[at:], tokens_D[at:], load_B, room_B, limit_s)
+            break
+        in_turn_B = (load_B[order_B[1:]] <= np.minimum.accumulate(ends_B)[:-1]) & (ends_B[1:] <= limit_s)
+        count = len(order_B) if in_turn_B.all() else int(in_turn_B.argmin()) + 1
         chosen_B = order_B[:count]
         bins_D[at : at + count] = chosen_B
         load_B[chosen_B] = ends_B[:count]
@@ -36,24 +35,14 @@ def deal(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: In
     return bins_D
 
 
-def late(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: IntArray, limit_s: float) -> int:
-    """How many documents from the first on surely fit nowhere: the first, and all too long for the emptiest bins."""
-    open_B = room_B >= tokens_D[-1]
-    if not open_B.any():
-        return len(works_D)
-    too_much = np.searchsorted(-works_D, load_B[open_B].min() - limit_s)
-    too_long = np.searchsorted(-tokens_D, -room_B.max())
-    return max(1, int(too_much), int(too_long))
-
-
-def top_up(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: IntArray) -> IntArray:
-    """The bin of each document, or -1: the longest that fit into the gaps of all bins below the fullest.
+def fill_up(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: IntArray, limit_s: float) -> IntArray:
+    """The bin of each document, or -1: the longest that fit into what is left of each bin within the limit.
 
     `load_B` and `room_B` are brought up to date. In a round each bin gets the longest document that fits, or where
     several want the same, the next one, which is no longer.
     """
     bins_D = np.full(len(works_D), -1)
-    left_D, limit_s = np.arange(len(works_D)), load_B.max()
+    left_D = np.arange(len(works_D))
     while len(left_D):
         longest_B = np.maximum(
             np.searchsorted(-works_D[left_D], load_B - limit_s), np.searchsorted(-tokens_D[left_D], -room_B)

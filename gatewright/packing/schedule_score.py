@@ -98,9 +98,7 @@ def bound_s(problem: Problem, *, exchange: bool = False) -> float:
     even = float(problem.works_N.sum()) / problem.ranks
     if exchange:
         even += forced_exchange_s(problem) / problem.ranks
-    widths_W = np.arange(-(-problem.longest // problem.capacity), problem.ranks + 1)
-    best = float(alone_s(problem.costs, problem.longest, widths_W).min())
-    return max(even, best) + problem.fewest_slots * problem.costs.slot_s
+    return max(even, fastest_s(problem, problem.longest)) + problem.fewest_slots * problem.costs.slot_s
 
 
 def forced_exchange_s(problem: Problem) -> float:
@@ -138,10 +136,10 @@ def place_evenly(problem: Problem, documents_D: IntArray, *, first_D: npt.ArrayL
     )
 
 
-def even_shares(tokens: int, ranks: int) -> tuple[int, ...]:
-    """Tokens of each rank of a group; the first ones take one more where it does not come out even."""
-    each, more = divmod(tokens, ranks)
-    return (each + 1,) * more + (each,) * (ranks - more)
+def fastest_s(problem: Problem, tokens: int) -> float:
+    """Of a document spread evenly over as many ranks as suit it best, alone."""
+    widths_W = np.arange(-(-tokens // problem.capacity), problem.ranks + 1)
+    return float(alone_s(problem.costs, tokens, widths_W).min())
 
 
 def joined(parts: Sequence[Slot]) -> Slot:
