@@ -1,6 +1,6 @@
 """Seconds that documents and their shares cost a rank in one micro-batch: what schedules are scored and balanced by.
 
-A share is the part of a document that one rank holds. Shares are cut in mirrored pairs of chunks (`slices_of` in
+A share is the part of a document that one rank holds. Shares are cut in mirrored pairs of chunks (`mirrored` in
 schedule.py), which makes attention as proportional to the tokens of a share as everything else is:
 
     chunks [a, b) and [s − b, s − a) of s tokens: 2 (b − a) tokens, and (b − a) · s pairs under the causal mask
@@ -83,11 +83,13 @@ class CostModel:
 
     def rate(self, tokens: Numbers) -> Numbers:
         """Seconds of one token of a document of `tokens` tokens."""
-        return tokens * self.attention_s + self.token_s
+        seconds: Numbers = tokens * self.attention_s + self.token_s
+        return seconds
 
     def whole_s(self, tokens: Numbers) -> Numbers:
         """Of a document that one rank holds alone."""
-        return tokens * self.token_s + tokens * (tokens + self.tile_tokens) * self.attention_s
+        seconds: Numbers = tokens * self.token_s + tokens * (tokens + self.tile_tokens) * self.attention_s
+        return seconds
 
     def split_s(self, tokens: Numbers) -> Numbers:
         """What a share costs besides its tokens, before any exchange: four half-empty tiles where a whole has two."""
@@ -96,11 +98,13 @@ class CostModel:
     def exchange_s(self, first_rank: Numbers, last_rank: Numbers) -> Numbers:
         """Of one token received in a group that reaches from one rank to the other."""
         far = first_rank // self.ranks_per_node != last_rank // self.ranks_per_node
-        return far * (self.far_s - self.near_s) + self.near_s
+        seconds: Numbers = far * (self.far_s - self.near_s) + self.near_s
+        return seconds
 
     def share_s(self, tokens: Numbers, share: Numbers, exchange_s: Numbers) -> Numbers:
         """Of a share of a document that other ranks hold the rest of."""
-        return share * self.rate(tokens) + self.split_s(tokens) + (tokens - share) * exchange_s
+        seconds: Numbers = share * self.rate(tokens) + self.split_s(tokens) + (tokens - share) * exchange_s
+        return seconds
 
 
 def cost_model(

@@ -172,28 +172,24 @@ def checked(lengths: npt.ArrayLike, *, ranks: int, capacity: int) -> npt.NDArray
 
 def micro_batch(slot: Slot, ranks: int) -> MicroBatch:
     """The slices of each rank, by ascending document."""
-    order_P = np.argsort(slot.documents_P, kind="stable")
-    documents_P, ranks_P, shares_P = (column_P[order_P] for column_P in slot)
-    first_D = np.flatnonzero(np.diff(documents_P, prepend=-1))
-    widths_D = np.diff(first_D, append=len(documents_P))
-    ended_P = np.cumsum(shares_P)
-    before_P = np.repeat(ended_P[first_D] - shares_P[first_D], widths_D)
-    tokens_P = np.repeat(np.add.reduceat(shares_P, first_D), widths_D)
-    chunks_P22 = mirrored(ended_P - shares_P - before_P, ended_P - before_P, tokens_P)
-    by_rank_P = np.argsort(ranks_P, kind="stable")
-    chunks_C2, held_P2 = chunks_P22[by_rank_P].reshape(-1, 2), chunks_P22[by_rank_P, :, 0] < chunks_P22[by_rank_P, :, 1]
-    chunks_C2 = chunks_C2[held_P2.reshape(-1)]
-    counts_R = np.bincount(ranks_P[by_rank_P], held_P2.sum(axis=1), minlength=ranks).astype(np.int64)
-    columns = np.repeat(documents_P[by_rank_P], held_P2.sum(axis=1)), chunks_C2[:, 0], chunks_C2[:, 1]
-    pieces = list(map(Slice._make, zip(*(column_C.tolist() for column_C in columns), strict=True)))
-    ends_R = np.cumsum(counts_R)
-    bounds = zip((ends_R - counts_R).tolist(), ends_R.tolist(), strict=True)
-    cut_D = np.flatnonzero(widths_D > 1)
+    slot = Slot(*(column_P[np.argsort(slot.documents_P, kind="stable")] for column_P in slot))
+    first_D, widths_D = slot.documents()
+    ended_P = np.cumsum(slot.shares_P)
+    before_P = np.repeat(ended_P[first_D] - slot.shares_P[first_D], widths_D)
+    tokens_P = np.repeat(np.add.reduceat(slot.shares_P, first_D), widths_D)
+    chunks_C2 = mirrored(ended_P - slot.shares_P - before_P, ended_P - before_P, tokens_P).reshape(-1, 2)
+    some_C = chunks_C2[:, 0] < chunks_C2[:, 1]
+    columns = np.repeat(slot.documents_P, 2), chunks_C2[:, 0], chunks_C2[:, 1]
+    slices = map(Slice._make, zip(*(column_C[some_C].tolist() for column_C in columns), strict=True))
+    held: list[list[Slice]] = [[] for _ in range(ranks)]
+    for rank, piece in zip(np.repeat(slot.ranks_P, 2)[some_C].tolist(), slices, strict=True):
+        held[rank].append(piece)
     groups = {
-        int(documents_P[first]): tuple(ranks_P[first : first + width].tolist())
-        for first, width in zip(first_D[cut_D].tolist(), widths_D[cut_D].tolist(), strict=True)
+        int(slot.documents_P[first]): tuple(slot.ranks_P[first : first + width].tolist())
+        for first, width in zip(first_D.tolist(), widths_D.tolist(), strict=True)
+        if width > 1
     }
-    return MicroBatch(slices=tuple(tuple(pieces[begin:end]) for begin, end in bounds), groups=groups)
+    return MicroBatch(slices=tuple(map(tuple, held)), groups=groups)
 
 
 def mirrored(begun_P: IntArray, ended_P: IntArray, tokens_P: IntArray) -> IntArray:
@@ -204,5 +200,5 @@ def mirrored(begun_P: IntArray, ended_P: IntArray, tokens_P: IntArray) -> IntArr
     front = begun_P // 2, ended_P // 2
     back = tokens_P - (ended_P + 1) // 2, tokens_P - (begun_P + 1) // 2
     touch_P = front[1] >= back[0]
-    first = np.stack([front[0], np.where(touch_P, back[1], front[1])], axis=-1)
-    return np.stack([first, np.stack([np.where(touch_P, back[1], back[0]), back[1]], axis=-1)], axis=-2)
+    ends_P22 = [front[0], np.where(touch_P, back[1], front[1])], [np.where(touch_P, back[1], back[0]), back[1]]
+    return np.moveaxis(np.array(ends_P22), -1, 0)

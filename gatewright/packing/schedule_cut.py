@@ -1,8 +1,8 @@
 """Cuts documents that one rank cannot hold, or not in time, over the gaps of several ranks of a micro-batch.
 
-Each goes onto few ranks of one node, of those with least time to spare that hold it; else onto several nodes. Its
-pieces fill the largest gaps, and the last one lies in the smallest that holds it. Nodes are few and have few ranks, so
-plain numbers are faster here than arrays.
+Each goes onto ranks of the node with least time to spare that holds it; else onto several nodes. Its pieces fill the
+largest gaps, and the last one lies in the smallest that holds it. Nodes have few ranks, so plain numbers are faster
+here than arrays.
 """
 
 from bisect import bisect_left, insort
@@ -13,8 +13,6 @@ import numpy as np
 from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_score import FloatArray, Problem, Slot
 
-TRIES = 2
-"""Nodes that hold a document of which the one that needs fewest ranks for it is taken."""
 Gaps = list[tuple[int, int]]
 """(tokens of a document that fit within the limit, rank), most first."""
 
@@ -44,6 +42,8 @@ class Cutter:
         self.by_spare = sorted((spare, node) for node, spare in enumerate(self.spare_s))
         self.pieces: list[tuple[int, int, int]] = []
         """Document, rank and tokens of each."""
+        self.work_s = 0.0
+        """Of all documents that are cut."""
 
     def cut(self, documents_D: IntArray) -> None:
         """Each of the documents that finds a place within the limit."""
@@ -67,17 +67,11 @@ class Cutter:
         most = min(self.problem.capacity, int((self.limit_s - price.fixed_s) / price.each_s))
         if most <= 0 or most * self.per_node < price.tokens:
             return []
-        fewest, best, tries = -(-price.tokens // most), Gaps(), TRIES
-        fewest_found = self.per_node + 1
         for _, node in self.by_spare[bisect_left(self.by_spare, (price.tokens * price.each_s, -1)) :]:
             gaps = self.gaps(node, price)
-            count = ranks_needed(gaps, price.tokens)
-            if 0 < count < fewest_found:
-                best, fewest_found = gaps, count
-            tries -= count > 0
-            if not tries or fewest_found == fewest:
-                break
-        return best
+            if sum(gap for gap, _ in gaps) >= price.tokens:
+                return gaps
+        return []
 
     def far_gaps(self, price: Price) -> Gaps:
         """Of as many nodes as hold the document together, those with most to spare; none if all do not."""
@@ -105,8 +99,10 @@ class Cutter:
 
     def hold(self, document: int, price: Price, shares: dict[int, int]) -> None:
         """Put a document on ranks, so many tokens on each."""
+        work_s = float(self.problem.works_N[document])
+        self.work_s += work_s
         if len(shares) == 1:
-            price = price._replace(fixed_s=float(self.problem.works_N[document]), each_s=0.0)
+            price = Price(price.tokens, fixed_s=work_s, each_s=0.0)
         nodes: dict[int, float] = {}
         for rank in sorted(shares):
             seconds = price.fixed_s + shares[rank] * price.each_s
@@ -122,15 +118,6 @@ class Cutter:
 
     def made(self) -> Slot:
         return Slot(*np.array(self.pieces, np.int64).reshape(-1, 3).T)
-
-
-def ranks_needed(gaps: Gaps, tokens: int) -> int:
-    """How many of the gaps hold so many tokens; 0 when all together are too small."""
-    for count, (gap, _) in enumerate(gaps):
-        tokens -= gap
-        if tokens <= 0:
-            return count + 1
-    return 0
 
 
 def fill_gaps(gaps: Gaps, tokens: int) -> dict[int, int]:

@@ -8,12 +8,14 @@ is taken.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_cut import Cutter
 from gatewright.packing.schedule_deal import deal, fill_up
 from gatewright.packing.schedule_score import Problem, Slot, fastest_s, joined
 
+BoolArray = npt.NDArray[np.bool_]
 FILLS: tuple[float, ...] = (0.3, 0.6, 0.8, 0.9, 0.97)
 """Shares of a micro-batch's room that runs fill. Small ones let documents whose attention dominates be spread thin.
 
@@ -57,7 +59,7 @@ def fill_all(problem: Problem, waiting_W: IntArray, slacks: tuple[float, ...], c
         built.append(slot)
         best = FILLS.index(heads[head])
         fills = FILLS[max(best - 1, 0) : best + 2]
-        waiting_W = np.setdiff1d(waiting_W, slot.documents(), assume_unique=True)
+        waiting_W = waiting_W[~slot.holds()[waiting_W]]
     while len(built) > 1 and dissolved(built[-1], built[:-1]):
         built.pop()
     return [joined(slot.parts) for slot in built]
@@ -100,9 +102,12 @@ class SlotBuilder:
         self.work_s = 0.0
         """Of all that it holds."""
 
-    def documents(self) -> IntArray:
-        """All that it holds, ascending."""
-        return np.unique(np.concatenate([part.documents_P for part in self.parts]))
+    def holds(self) -> BoolArray:
+        """[documents] Whether it holds each."""
+        held_N = np.zeros(len(self.problem.tokens_N), np.bool_)
+        for part in self.parts:
+            held_N[part.documents_P] = True
+        return held_N
 
     def work_per_s(self) -> float:
         """Seconds of work that a second of this micro-batch gets done."""
@@ -138,12 +143,12 @@ class SlotBuilder:
         cutter.cut(documents_D)
         self.load_s_R, self.room_R = np.array(cutter.load_s), np.array(cutter.room)
         self.parts.append(cutter.made())
-        self.work_s += float(self.problem.works_N[np.unique(cutter.made().documents_P)].sum())
+        self.work_s += cutter.work_s
 
 
 def dissolved(last: SlotBuilder, others: list[SlotBuilder]) -> bool:
     """Whether all documents of a micro-batch found a place in others that costs less than it did; they are moved."""
-    problem, documents_D = last.problem, last.documents()
+    problem, documents_D = last.problem, np.flatnonzero(last.holds())
     if len(documents_D) > FEW:
         return False
     load_SR = np.stack([slot.load_s_R for slot in others])

@@ -28,6 +28,11 @@ class Slot(NamedTuple):
     shares_P: IntArray
     """Tokens of each piece, at least 1."""
 
+    def documents(self) -> tuple[IntArray, IntArray]:
+        """The first piece of each document, and how many it has."""
+        first_D = np.flatnonzero(np.diff(self.documents_P, prepend=-1))
+        return first_D, np.diff(first_D, append=len(self.documents_P))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -70,8 +75,7 @@ def longest_first(lengths_N: IntArray) -> IntArray:
 def loads_s(problem: Problem, slot: Slot) -> FloatArray:
     """[ranks] seconds of each in one micro-batch, without its fixed cost."""
     costs = problem.costs
-    first_D = np.flatnonzero(np.diff(slot.documents_P, prepend=-1))
-    widths_D = np.diff(first_D, append=len(slot.documents_P))
+    first_D, widths_D = slot.documents()
     cut_P = np.repeat(widths_D > 1, widths_D)
     exchange_D = costs.exchange_s(slot.ranks_P[first_D], slot.ranks_P[first_D + widths_D - 1])
     tokens_P = problem.tokens_N[slot.documents_P]
