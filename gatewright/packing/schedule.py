@@ -29,7 +29,7 @@ SEARCHED = 400_000
 """Documents × micro-batches up to which all candidates are tried: the effort of some grows with that product."""
 SHARES = 4_000_000
 """Shares that a static candidate may cut a larger step into."""
-OPERATION_S = 1e-6
+OPERATION_S = 1.2e-6
 """Seconds of one of the operations that the effort of candidates is estimated in, on one core."""
 SLACKS = (0.03, 0.0, 0.08)
 """Times beyond an even spread that the thorough search tries."""
@@ -134,8 +134,11 @@ def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
     searched = documents * slots <= SEARCHED
     if not aligned:
         parts = 1 if searched else math.isqrt(documents * slots // SEARCHED) + 1
-        operations = 2500 + 20 * slots * problem.ranks + documents // 4
+        operations = 2500 + 20 * slots * problem.ranks + 2 * documents
         yield "mixed CP", operations, partial(mixed, problem, parts=parts)
+    if searched and not aligned:
+        operations = 2500 + slots * (450 + 35 * problem.ranks) + 3 * documents
+        yield "mixed CP, thorough", operations, partial(mixed, problem, slacks=SLACKS, cut_late=True)
     sizes = group_sizes(problem, problem.longest)
     fewer = [size for size in sizes if searched or documents * size <= SHARES]
     for size in fewer or sizes[: int(aligned)]:
@@ -144,8 +147,6 @@ def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
         return
     yield "CP of each micro-batch", 1700 + documents, partial(per_micro_batch, problem, fill=FILL)
     if not aligned:
-        operations = 2500 + slots * (450 + 35 * problem.ranks) + 3 * documents
-        yield "mixed CP, thorough", operations, partial(mixed, problem, slacks=SLACKS, cut_late=True)
         operations = 100 + slots * (8 * problem.ranks + 2 * documents)
         yield "sequential fill", operations, partial(sequential, problem, by_seconds(problem))
         yield "sequential fill by square", operations, partial(sequential, problem, by_square)
