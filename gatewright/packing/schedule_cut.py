@@ -5,6 +5,7 @@ largest gaps, and the last one lies in the smallest that holds it. Nodes have fe
 here than arrays.
 """
 
+import math
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_score import FloatArray, Problem, Slot
 
+ALIKE = 0.95
+"""Of the length of a document that found no place: one that is no shorter is taken to find none either."""
 Gaps = list[tuple[int, int]]
 """(tokens of a document that fit within the limit, rank), most first."""
 
@@ -46,15 +49,20 @@ class Cutter:
         """Of all documents that are cut."""
 
     def cut(self, documents_D: IntArray) -> None:
-        """Each of the documents that finds a place within the limit."""
+        """Each of the documents, longest first, that finds a place within the limit."""
         costs, tokens_D = self.problem.costs, self.problem.tokens_N[documents_D]
         near, far = (self.prices(tokens_D, exchange_s) for exchange_s in (costs.near_s, costs.far_s))
+        refused = math.inf
         for document, near_price, far_price in zip(documents_D.tolist(), near, far, strict=True):
+            if near_price.tokens > ALIKE * refused:
+                continue
             price, gaps = near_price, self.near_gaps(near_price)
             if not gaps:
                 price, gaps = far_price, self.far_gaps(far_price)
             if gaps:
                 self.hold(document, price, fill_gaps(gaps, price.tokens))
+            else:
+                refused = price.tokens
 
     def prices(self, tokens_D: IntArray, exchange_s: float) -> list[Price]:
         costs = self.problem.costs
