@@ -5,6 +5,8 @@ scheduler of the development branch forms one micro-batch after another, longest
 of two; it prices a document of s tokens on c ranks at s² / c, attention alone. Groups stand side by side.
 """
 
+import numpy as np
+
 from gatewright.packing.schedule_score import Problem, Slot, place_evenly
 
 Groups = list[tuple[int, list[int]]]
@@ -14,9 +16,9 @@ def dp_balanced(problem: Problem, *, arrival: list[int]) -> list[Slot]:
     """Next-fit in the order of arrival, at the smallest power of two that holds the longest document."""
     size = static_size(problem)
     bins: list[list[int]] = []
-    room = 0
+    room, tokens_N = 0, problem.tokens_N.tolist()
     for document in arrival:
-        tokens = problem.tokens[document]
+        tokens = tokens_N[document]
         if tokens > room:
             bins.append([])
             room = size * problem.capacity
@@ -28,9 +30,8 @@ def dp_balanced(problem: Problem, *, arrival: list[int]) -> list[Slot]:
 
 def static_size(problem: Problem) -> int:
     """The smallest power of two that holds the longest document; where that does not divide the ranks, all of them."""
-    longest = problem.tokens[problem.longest_first[0]]
     size = 1
-    while size * problem.capacity < longest:
+    while size * problem.capacity < problem.longest:
         size *= 2
     return size if problem.ranks % size == 0 else problem.ranks
 
@@ -38,7 +39,7 @@ def static_size(problem: Problem) -> int:
 def dynamic(problem: Problem) -> list[Slot]:
     """Micro-batches of the default dynamic scheduler until no document is left."""
     sizes = sorted({1 << k for k in range(problem.ranks.bit_length())} | {problem.ranks})
-    left, slots = problem.longest_first, []
+    left, slots = list(range(len(problem.tokens_N))), []
     while left:
         groups, left = one_micro_batch(problem, left, sizes)
         slots.append(slot(problem, groups))
@@ -53,11 +54,11 @@ def one_micro_batch(problem: Problem, documents: list[int], sizes: list[int]) ->
     """
     price, held, tokens_each, size_of = [], [], [], []
     free = problem.ranks
-    longest = problem.tokens[documents[0]]
-    cap = longest * problem.capacity * 1.05
+    tokens_N = problem.tokens_N.tolist()
+    cap = tokens_N[documents[0]] * problem.capacity * 1.05
     left = []
     for document in documents:
-        tokens = problem.tokens[document]
+        tokens = tokens_N[document]
         dearest = max(price, default=0.0)
         places = []
         for size in sizes:
@@ -99,7 +100,7 @@ def on_all_ranks(problem: Problem, documents: list[int]) -> tuple[Groups, list[i
     """What it falls back on when ranks would stay empty: one group of all, filled longest first."""
     inside, left, each = [], [], 0.0
     for document in documents:
-        more = problem.tokens[document] / problem.ranks
+        more = int(problem.tokens_N[document]) / problem.ranks
         if each + more <= problem.capacity:
             inside.append(document)
             each += more
@@ -109,8 +110,9 @@ def on_all_ranks(problem: Problem, documents: list[int]) -> tuple[Groups, list[i
 
 
 def slot(problem: Problem, groups: Groups) -> Slot:
-    placements, first = [], 0
-    for size, documents in groups:
-        placements += [place_evenly(problem, document, first=first, ranks=size) for document in documents]
-        first += size
-    return placements
+    """Groups side by side from the first rank on."""
+    size_G = np.array([size for size, _ in groups])
+    group_D = np.repeat(np.arange(len(groups)), [len(documents) for _, documents in groups])
+    documents_D = np.array([document for _, documents in groups for document in documents])
+    first_G = np.cumsum(size_G) - size_G
+    return place_evenly(problem, documents_D, first_D=first_G[group_D], ranks_D=size_G[group_D])

@@ -119,4 +119,5 @@ def _named(chosen: tuple[Name, int] | None) -> str:
 
 def _numbered(micro_batch: MicroBatch, documents: IntArray) -> list[list[Slice]]:
     """[ranks] Slices by the view's numbers of documents."""
-    return [[piece._replace(document=int(documents[piece.document])) for piece in held] for held in micro_batch.slices]
+    numbers = documents.tolist()
+    return [[Slice(numbers[piece], start, end) for piece, start, end in held] for held in micro_batch.slices]

@@ -1,6 +1,6 @@
 """Seconds that documents and their shares cost a rank in one micro-batch: what schedules are scored and balanced by.
 
-A share is the part of a document that one rank holds. Shares are cut in mirrored pairs of chunks (`slices_of` in
+A share is the part of a document that one rank holds. Shares are cut in mirrored pairs of chunks (`mirrored` in
 schedule.py), which makes attention as proportional to the tokens of a share as everything else is:
 
     chunks [a, b) and [s − b, s − a) of s tokens: 2 (b − a) tokens, and (b − a) · s pairs under the causal mask
@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from gatewright.packing.flops import ATTENTION_PASSES
@@ -26,6 +25,8 @@ from gatewright.spec.probe import Costs, read_probe
 from gatewright.spec.shape import Attention, ModelShape
 
 CATALOG = Path(__file__).parent.parent / "catalog" / "attention_cost.json"
+Numbers = TypeVar("Numbers", float, npt.NDArray[Any])
+"""One or an array of them."""
 BYTES = 2
 """Of an activation."""
 LINEAR_PASSES = 3.0
@@ -80,30 +81,30 @@ class CostModel:
     exchange_bytes: int = 0
     """Of one token's keys and values, forward and backward together."""
 
-    def rate(self, tokens: float) -> float:
+    def rate(self, tokens: Numbers) -> Numbers:
         """Seconds of one token of a document of `tokens` tokens."""
-        return self.token_s + self.attention_s * tokens
+        seconds: Numbers = tokens * self.attention_s + self.token_s
+        return seconds
 
-    def whole_s(self, tokens: float) -> float:
+    def whole_s(self, tokens: Numbers) -> Numbers:
         """Of a document that one rank holds alone."""
-        return tokens * self.token_s + self.attention_s * tokens * (tokens + self.tile_tokens)
+        seconds: Numbers = tokens * self.token_s + tokens * (tokens + self.tile_tokens) * self.attention_s
+        return seconds
 
-    def works(self, lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """[documents] `whole_s` of each."""
-        tokens = lengths_N.astype(np.float64)
-        return tokens * self.token_s + self.attention_s * tokens * (tokens + self.tile_tokens)
-
-    def split_s(self, tokens: int) -> float:
+    def split_s(self, tokens: Numbers) -> Numbers:
         """What a share costs besides its tokens, before any exchange: four half-empty tiles where a whole has two."""
-        return 2 * self.attention_s * tokens * self.tile_tokens
+        return tokens * (2 * self.attention_s * self.tile_tokens)
 
-    def exchange_s(self, first_rank: int, last_rank: int) -> float:
+    def exchange_s(self, first_rank: Numbers, last_rank: Numbers) -> Numbers:
         """Of one token received in a group that reaches from one rank to the other."""
-        return self.near_s if first_rank // self.ranks_per_node == last_rank // self.ranks_per_node else self.far_s
+        far = first_rank // self.ranks_per_node != last_rank // self.ranks_per_node
+        seconds: Numbers = far * (self.far_s - self.near_s) + self.near_s
+        return seconds
 
-    def share_s(self, tokens: int, share: int, exchange_s: float) -> float:
+    def share_s(self, tokens: Numbers, share: Numbers, exchange_s: Numbers) -> Numbers:
         """Of a share of a document that other ranks hold the rest of."""
-        return share * self.rate(tokens) + self.split_s(tokens) + (tokens - share) * exchange_s
+        seconds: Numbers = share * self.rate(tokens) + self.split_s(tokens) + (tokens - share) * exchange_s
+        return seconds
 
 
 def cost_model(

@@ -10,7 +10,7 @@ the same share of its attention:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,17 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from gatewright.packing.cost import CostModel
+from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
 from gatewright.packing.schedule_mixed import mixed
-from gatewright.packing.schedule_score import Problem, Slot, bound_s, problem_of, step_s
+from gatewright.packing.schedule_score import Problem, Slot, bound_s, longest_first, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 
-SEARCHED = 100_000
+SEARCHED = 400_000
 """Documents × micro-batches up to which all candidates are tried: the effort of some grows with that product."""
 SHARES = 4_000_000
 """Shares that a static candidate may cut a larger step into."""
-OPERATION_S = 0.4e-6
+OPERATION_S = 1.2e-6
 """Seconds of one of the operations that the effort of candidates is estimated in, on one core."""
+SLACKS = (0.03, 0.0, 0.08)
+"""Times beyond an even spread that the thorough search tries."""
 FILL = 0.9
 """Share of the room of a micro-batch that is given to documents when each has its own CP size."""
 
@@ -88,7 +91,6 @@ def schedule(
     """
     lengths_N = checked(lengths, ranks=ranks, capacity=capacity)
     problem = problem_of(lengths_N, ranks=ranks, capacity=capacity, costs=costs)
-    bound = bound_s(problem)
     tried: list[tuple[str, float, list[Slot]]] = []
     offered = candidates(problem, aligned=aligned)
     if size is not None and len(lengths_N):
@@ -102,46 +104,50 @@ def schedule(
         left_s = (left_s if tried or share is None else share * seconds) - operations * OPERATION_S
         tried.append((name, seconds, slots))
     name, seconds, slots = min(tried, key=lambda candidate: candidate[1])
+    order_N = longest_first(lengths_N)
     return Schedule(
         ranks=ranks,
         capacity=capacity,
-        micro_batches=tuple(micro_batch(problem, slot) for slot in slots),
+        micro_batches=tuple(micro_batch(slot._replace(documents_P=order_N[slot.documents_P]), ranks) for slot in slots),
         strategy=name,
         step_s=seconds,
-        bound_s=bound,
+        bound_s=min(bound_s(problem), seconds),  # they may differ by rounding
         candidates=tuple((name, seconds) for name, seconds, _ in tried),
     )
 
 
 Candidate = tuple[str, int, Callable[[], list[Slot]]]
-"""Name, estimated operations, and what makes it. The estimates are fits to times of 60 to 11,000 documents."""
+"""Name, estimated operations, and what makes it. The estimates are fits to times on 6 to 512 ranks."""
 
 
 def static_candidate(problem: Problem, size: int) -> Candidate:
-    operations = len(problem.longest_first) * (size + 16)
+    operations = 700 + len(problem.tokens_N) * (size + 1) // 25
     return f"static CP {size}", operations, partial(static, problem, size=size)
 
 
 def candidates(problem: Problem, *, aligned: bool) -> Iterator[Candidate]:
     """The greedy one first."""
-    if not problem.longest_first:
+    documents, slots = len(problem.tokens_N), problem.fewest_slots
+    if not documents:
         yield "nothing", 0, list
         return
-    documents, ranks = len(problem.longest_first), problem.ranks
-    effort, sizes = documents * problem.fewest_slots, group_sizes(problem)
+    searched = documents * slots <= SEARCHED
     if not aligned:
-        operations = documents * (24 + ranks // 8) + problem.fewest_slots * ranks * ranks // 4
-        yield "mixed CP", operations, partial(mixed, problem, parts=math.isqrt(max(effort - 1, 0) // SEARCHED) + 1)
-    if effort > SEARCHED:
-        fewer = [size for size in sizes if documents * size <= SHARES]
-        sizes = fewer if fewer or not aligned else sizes[:1]
-    for size in sizes:
+        parts = 1 if searched else math.isqrt(documents * slots // SEARCHED) + 1
+        operations = 2500 + 20 * slots * problem.ranks + 2 * documents
+        yield "mixed CP", operations, partial(mixed, problem, parts=parts)
+    if searched and not aligned:
+        operations = 2500 + slots * (450 + 35 * problem.ranks) + 3 * documents
+        yield "mixed CP, thorough", operations, partial(mixed, problem, slacks=SLACKS, cut_late=True)
+    sizes = group_sizes(problem, problem.longest)
+    fewer = [size for size in sizes if searched or documents * size <= SHARES]
+    for size in fewer or sizes[: int(aligned)]:
         yield static_candidate(problem, size)
-    if effort > SEARCHED:
+    if not searched:
         return
-    yield "CP of each micro-batch", 24 * documents, partial(per_micro_batch, problem, fill=FILL)
+    yield "CP of each micro-batch", 1700 + documents, partial(per_micro_batch, problem, fill=FILL)
     if not aligned:
-        operations = documents * (2 * ranks + 16)
+        operations = 100 + slots * (8 * problem.ranks + 2 * documents)
         yield "sequential fill", operations, partial(sequential, problem, by_seconds(problem))
         yield "sequential fill by square", operations, partial(sequential, problem, by_square)
 
@@ -165,23 +171,36 @@ def checked(lengths: npt.ArrayLike, *, ranks: int, capacity: int) -> npt.NDArray
     return lengths_N
 
 
-def micro_batch(problem: Problem, slot: Slot) -> MicroBatch:
-    held: list[list[Slice]] = [[] for _ in range(problem.ranks)]
-    for document, ranks, shares in sorted(slot):
-        for rank, chunks in zip(ranks, mirrored(shares), strict=True):
-            held[rank] += [Slice(document, start, end) for start, end in chunks]
-    groups = {document: ranks for document, ranks, _ in sorted(slot) if len(ranks) > 1}
+def micro_batch(slot: Slot, ranks: int) -> MicroBatch:
+    """The slices of each rank, by ascending document."""
+    slot = Slot(*(column_P[np.argsort(slot.documents_P, kind="stable")] for column_P in slot))
+    first_D, widths_D = slot.documents()
+    ended_P = np.cumsum(slot.shares_P)
+    before_P = np.repeat(ended_P[first_D] - slot.shares_P[first_D], widths_D)
+    tokens_P = np.repeat(np.add.reduceat(slot.shares_P, first_D), widths_D)
+    chunks_C2 = mirrored(ended_P - slot.shares_P - before_P, ended_P - before_P, tokens_P).reshape(-1, 2)
+    some_C = chunks_C2[:, 0] < chunks_C2[:, 1]
+    columns = np.repeat(slot.documents_P, 2), chunks_C2[:, 0], chunks_C2[:, 1]
+    rows = zip(*(column_C[some_C].tolist() for column_C in columns), strict=True)
+    slices = map(partial(tuple.__new__, Slice), rows)  # Slice._make takes twice as long
+    held: list[list[Slice]] = [[] for _ in range(ranks)]
+    for rank, piece in zip(np.repeat(slot.ranks_P, 2)[some_C].tolist(), slices, strict=True):
+        held[rank].append(piece)
+    groups = {
+        int(slot.documents_P[first]): tuple(slot.ranks_P[first : first + width].tolist())
+        for first, width in zip(first_D.tolist(), widths_D.tolist(), strict=True)
+        if width > 1
+    }
     return MicroBatch(slices=tuple(map(tuple, held)), groups=groups)
 
 
-def mirrored(shares: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """[shares] chunks of each: one from the front and its mirror image from the back, joined where they touch."""
-    tokens, begun = sum(shares), 0
-    chunks = []
-    for share in shares:
-        ended = begun + share
-        front, back = (begun // 2, ended // 2), (tokens - (ended + 1) // 2, tokens - (begun + 1) // 2)
-        pair = [front, back] if front[1] < back[0] else [(front[0], back[1])]
-        chunks.append([chunk for chunk in pair if chunk[0] < chunk[1]])
-        begun = ended
-    return chunks
+def mirrored(begun_P: IntArray, ended_P: IntArray, tokens_P: IntArray) -> IntArray:
+    """[pieces, 2, (start, end)] chunks of the piece that begins and ends after so many of its document's tokens.
+
+    One from the front, and its mirror image from the back, which is empty where the two touch and are joined.
+    """
+    front = begun_P // 2, ended_P // 2
+    back = tokens_P - (ended_P + 1) // 2, tokens_P - (begun_P + 1) // 2
+    touch_P = front[1] >= back[0]
+    ends_P22 = [front[0], np.where(touch_P, back[1], front[1])], [np.where(touch_P, back[1], back[0]), back[1]]
+    return np.moveaxis(np.array(ends_P22), -1, 0)

@@ -3,12 +3,13 @@
 Every document lies evenly on one of the groups [k · size, (k + 1) · size), so groups can be made beforehand.
 """
 
+import math
 from collections.abc import Iterator
-from heapq import heappop, heappush
 
 import numpy as np
 
-from gatewright.packing.pack import pack
+from gatewright.packing.pack import IntArray, pack
+from gatewright.packing.schedule_deal import deal
 from gatewright.packing.schedule_score import Problem, Slot, alone_s, place_evenly
 
 SIZES = 3
@@ -17,15 +18,11 @@ TRIES = 3
 """Further micro-batches that longest-first may ask for before documents are packed without regard to their work."""
 
 
-def group_sizes(problem: Problem) -> list[int]:
-    """The SIZES smallest of aligned groups that can hold the longest document: those that divide the ranks evenly."""
-    longest = problem.tokens[problem.longest_first[0]]
-    sizes = [
-        size
-        for size in range(1, problem.ranks + 1)
-        if problem.ranks % size == 0 and -(-longest // size) <= problem.capacity
-    ]
-    return sizes[:SIZES]
+def group_sizes(problem: Problem, longest: int) -> list[int]:
+    """The SIZES smallest of aligned groups that can hold a document: those that divide the ranks evenly."""
+    ranks = problem.ranks
+    sizes = (size for size in range(1, ranks + 1) if ranks % size == 0 and longest <= size * problem.capacity)
+    return [size for size, _ in zip(sizes, range(SIZES), strict=False)]
 
 
 def static(problem: Problem, *, size: int) -> list[Slot]:
@@ -33,80 +30,67 @@ def static(problem: Problem, *, size: int) -> list[Slot]:
 
     A bin is a group in a micro-batch. Bins of like work share a micro-batch.
     """
-    groups = problem.ranks // size
-    bins = fill_bins(problem, size=size)
-    bins.sort(key=lambda documents: -sum(problem.work_s[document] for document in documents))
-    return [slot_of(problem, bins[at : at + groups], size=size) for at in range(0, len(bins), groups)]
+    documents_N = np.arange(len(problem.tokens_N))
+    bins_N = fill_bins(problem, documents_N, size=size)
+    load_B = np.bincount(bins_N, problem.works_N)
+    place_B = np.empty(len(load_B), np.int64)
+    place_B[np.argsort(-load_B, kind="stable")] = np.arange(len(load_B))
+    return slots_of(problem, documents_N, place_B[bins_N], size=size)
 
 
-def fill_bins(problem: Problem, *, size: int) -> list[list[int]]:
-    """Documents of each bin, in as few micro-batches as longest-first manages, or as best-fit does."""
-    groups = problem.ranks // size
-    slots = problem.fewest_slots
-    for more in range(TRIES + 1):
-        bins = longest_first(problem, bins=(slots + more) * groups, size=size)
-        if bins is not None:
-            return [documents for documents in bins if documents]
-    most_N = -(-np.array([problem.tokens[document] for document in problem.longest_first]) // size)
-    packs = pack(most_N, problem.capacity, thorough=False)
-    return [[problem.longest_first[n] for n in packs[k].tolist()] for k in range(len(packs))]
-
-
-def longest_first(problem: Problem, *, bins: int, size: int) -> list[list[int]] | None:
-    """Documents of each bin of `size` ranks, balanced by seconds; None when they do not fit that way."""
-    held: list[list[int]] = [[] for _ in range(bins)]
-    room = [problem.capacity] * bins
-    least = [(0.0, number) for number in range(bins)]
-    for document in problem.longest_first:
-        tokens = problem.tokens[document]
-        most = -(-tokens // size)
-        full = []
-        while least and room[least[0][1]] < most:
-            full.append(heappop(least))
-        if not least:
-            return None
-        load, number = heappop(least)
-        held[number].append(document)
-        room[number] -= most
-        heappush(least, (load + alone_s(problem, tokens, size), number))
-        for entry in full:
-            heappush(least, entry)
-    return held
-
-
-def slot_of(problem: Problem, bins: list[list[int]], *, size: int) -> Slot:
-    """The micro-batch of these bins, one a group."""
+def slots_of(problem: Problem, documents_D: IntArray, bins_D: IntArray, *, size: int) -> list[Slot]:
+    """Micro-batches of documents by the bin of each, one bin a group."""
+    slots_D, groups_D = np.divmod(bins_D, problem.ranks // size)
+    slots = (slots_D == slot for slot in range(int(slots_D.max()) + 1))
     return [
-        place_evenly(problem, document, first=group * size, ranks=size)
-        for group, documents in enumerate(bins)
-        for document in documents
+        place_evenly(problem, documents_D[held_D], first_D=groups_D[held_D] * size, ranks_D=size) for held_D in slots
     ]
+
+
+def fill_bins(problem: Problem, documents_D: IntArray, *, size: int) -> IntArray:
+    """The bin of each document, in as few micro-batches as longest-first manages, or as best-fit does."""
+    groups = problem.ranks // size
+    tokens = int(problem.tokens_N[documents_D].sum())
+    fewest = -(-tokens // (problem.ranks * problem.capacity))
+    for slots in range(fewest, fewest + TRIES + 1):
+        bins_D, _ = longest_first(problem, documents_D, bins=slots * groups, size=size)
+        if bins_D.min() >= 0:
+            return np.unique(bins_D, return_inverse=True)[1]
+    packs = pack(-(-problem.tokens_N[documents_D] // size), problem.capacity, thorough=False)
+    for number in range(len(packs)):
+        bins_D[packs[number]] = number
+    return bins_D
+
+
+def longest_first(problem: Problem, documents_D: IntArray, *, bins: int, size: int) -> tuple[IntArray, float]:
+    """The bin of `size` ranks of each document, balanced by seconds, -1 for one that does not fit that way;
+    and the seconds of the slowest."""
+    tokens_D = problem.tokens_N[documents_D]
+    load_B, room_B = np.zeros(bins), np.full(bins, problem.capacity)
+    bins_D = deal(alone_s(problem.costs, tokens_D, size), -(-tokens_D // size), load_B, room_B, math.inf)
+    return bins_D, float(load_B.max())
 
 
 def per_micro_batch(problem: Problem, *, fill: float) -> list[Slot]:
     """Documents of like length share a micro-batch, all on groups of the one size that makes it fastest."""
     slots: list[Slot] = []
-    for documents in runs(problem, int(problem.ranks * problem.capacity * fill)):
-        part = problem.only(documents)
-        best: tuple[float, list[list[int]], int] | None = None
-        for size in group_sizes(part):
-            bins = longest_first(part, bins=problem.ranks // size, size=size)
-            if bins is not None:
-                seconds = max(sum(alone_s(part, part.tokens[d], size) for d in held) for held in bins)
-                best = min(best or (seconds, bins, size), (seconds, bins, size), key=lambda found: found[0])
-        slots += [slot_of(problem, best[1], size=best[2])] if best else static(part, size=problem.ranks)
+    for documents_D in runs(problem, int(problem.ranks * problem.capacity * fill)):
+        best: tuple[float, int, IntArray] | None = None
+        for size in group_sizes(problem, int(problem.tokens_N[documents_D[0]])):
+            bins_D, seconds = longest_first(problem, documents_D, bins=problem.ranks // size, size=size)
+            if bins_D.min() >= 0 and (best is None or seconds < best[0]):
+                best = seconds, size, bins_D
+        _, size, bins_D = best or (0.0, problem.ranks, fill_bins(problem, documents_D, size=problem.ranks))
+        slots += slots_of(problem, documents_D, bins_D, size=size)
     return slots
 
 
-def runs(problem: Problem, room: int) -> Iterator[list[int]]:
+def runs(problem: Problem, room: int) -> Iterator[IntArray]:
     """Documents, longest first, in runs of at most `room` tokens, or of one document."""
-    run: list[int] = []
-    held = 0
-    for document in problem.longest_first:
-        if run and held + problem.tokens[document] > room:
-            yield run
-            run, held = [], 0
-        run.append(document)
-        held += problem.tokens[document]
-    if run:
-        yield run
+    up_to_N = np.cumsum(problem.tokens_N)
+    first = 0
+    while first < len(up_to_N):
+        held = int(up_to_N[first - 1]) if first else 0
+        end = max(first + 1, int(np.searchsorted(up_to_N, held + room, side="right")))
+        yield np.arange(first, end)
+        first = end

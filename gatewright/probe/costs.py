@@ -21,7 +21,6 @@ from gatewright.model.attention import choose_kernel
 from gatewright.model.attention_slices import SliceAttention, bounds_of
 from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.packing.schedule import mirrored
-from gatewright.packing.schedule_score import even_shares
 from gatewright.probe.attention import Heads, heads_of
 from gatewright.probe.children import Wanted
 from gatewright.probe.links import Links, measure_links
@@ -96,8 +95,8 @@ def widths_of(folder: Path) -> Widths:
 
 def attention_s(heads: Heads, tokens: int, ranks: int, *, device: torch.device) -> float:
     """Of the first rank's share of a document that so many ranks share, forward and backward."""
-    chunks = mirrored(even_shares(tokens, ranks))[0]
-    queries, keys = [end - start for start, end in chunks], [end for _, end in chunks]
+    chunks = mirrored(np.array(0), np.array(-(-tokens // ranks)), np.array(tokens)).tolist()
+    queries, keys = zip(*((end - start, end) for start, end in chunks if start < end), strict=True)
     q = random(1, heads.query, sum(queries), heads.qk_dim, device=device)
     k = random(1, heads.key, sum(keys), heads.qk_dim, device=device)
     v = random(1, heads.key, sum(keys), heads.v_dim, device=device)

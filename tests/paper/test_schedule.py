@@ -10,7 +10,7 @@ from gatewright.packing.cost import CostModel, cost_model, cpu_rates, find_rates
 from gatewright.packing.schedule import mirrored, schedule
 from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
 from gatewright.packing.schedule_mixed import mixed
-from gatewright.packing.schedule_score import Placement, bound_s, even_shares, loads_s, problem_of, step_s
+from gatewright.packing.schedule_score import Slot, bound_s, joined, loads_s, problem_of, step_s
 from gatewright.packing.schedule_static import group_sizes, per_micro_batch, static
 from gatewright.planner.catalogue import find_shape, gpus
 
@@ -73,32 +73,35 @@ def test_aligned_groups_are_blocks_of_one_size_in_a_micro_batch():
 def test_each_candidate_places_every_token_within_the_room(seed, ranks, capacity):
     lengths = draw(seed, ranks, capacity)
     problem = problem_of(lengths, ranks=ranks, capacity=capacity, costs=COSTS)
-    makers = [mixed(problem), per_micro_batch(problem, fill=0.9)]
-    makers += [static(problem, size=size) for size in group_sizes(problem)]
+    makers = [mixed(problem), mixed(problem, slacks=(0.03, 0.0), cut_late=True), per_micro_batch(problem, fill=0.9)]
+    makers += [static(problem, size=size) for size in group_sizes(problem, problem.longest)]
     makers += [sequential(problem, by_seconds(problem)), sequential(problem, by_square)]
     for slots in makers:
-        held = sorted(placement.document for slot in slots for placement in slot)
-        assert held == list(range(len(lengths)))
+        held = np.concatenate([np.unique(slot.documents_P) for slot in slots])
+        assert sorted(held.tolist()) == list(range(len(lengths)))
         for slot in slots:
-            room = [capacity] * ranks
-            for document, where, shares in slot:
-                assert sum(shares) == lengths[document] and min(shares) > 0
-                assert list(where) == sorted(set(where)) and len(where) == len(shares)
-                for rank, share in zip(where, shares, strict=True):
-                    room[rank] -= share
-            assert min(room) >= 0
+            whole, first = np.unique(slot.documents_P, return_index=True)
+            assert len(whole) == 1 + np.count_nonzero(np.diff(slot.documents_P)), "pieces stand together"
+            assert (
+                np.add.reduceat(slot.shares_P, np.sort(first)) == problem.tokens_N[slot.documents_P[np.sort(first)]]
+            ).all()
+            assert slot.shares_P.min() > 0
+            assert (np.diff(slot.ranks_P)[np.diff(slot.documents_P) == 0] > 0).all(), "by ascending rank"
+            assert np.bincount(slot.ranks_P, slot.shares_P).max() <= capacity
 
 
 def test_mirrored_chunks_split_attention_as_they_split_tokens():
     for shares in [(5,), (1, 1), (3, 3, 3), (10, 1, 7), (1, 1, 1, 1, 1), (100, 37, 64), (2, 1, 2)]:
-        chunks = mirrored(shares)
+        ended = np.cumsum(shares)
+        chunks = mirrored(ended - shares, ended, np.full(len(shares), sum(shares))).tolist()
         tokens = sorted(token for pair in chunks for start, end in pair for token in range(start, end))
         assert tokens == list(range(sum(shares)))
         for share, pair in zip(shares, chunks, strict=True):
             assert sum(end - start for start, end in pair) == share
             pairs = sum(token + 0.5 for start, end in pair for token in range(start, end))
             assert pairs == pytest.approx(share * sum(shares) / 2, abs=sum(shares))
-    assert mirrored((2, 2, 2)) == [[(0, 1), (5, 6)], [(1, 2), (4, 5)], [(2, 4)]]
+    thirds = mirrored(np.array([0, 2, 4]), np.array([2, 4, 6]), np.array([6, 6, 6])).tolist()
+    assert thirds == [[[0, 1], [5, 6]], [[1, 2], [4, 5]], [[2, 4], [4, 4]]]
 
 
 def every_schedule(lengths, ranks, capacity):
@@ -110,15 +113,12 @@ def every_schedule(lengths, ranks, capacity):
     for chosen in itertools.product(*choices):
         slots = {}
         for document, (slot, where) in enumerate(chosen):
-            shares = even_shares(lengths[document], len(where))
-            slots.setdefault(slot, []).append(Placement(document, where, shares))
-        room = {}
-        for slot, placements in slots.items():
-            for _, where, shares in placements:
-                for rank, share in zip(where, shares, strict=True):
-                    room[slot, rank] = room.get((slot, rank), 0) + share
-        if max(room.values()) <= capacity:
-            yield list(slots.values())
+            shares = np.full(len(where), lengths[document] // len(where))
+            shares[: lengths[document] % len(where)] += 1
+            slots.setdefault(slot, []).append(Slot(np.full(len(where), document), np.array(where), shares))
+        made = [joined(parts) for parts in slots.values()]
+        if max(np.bincount(slot.ranks_P, slot.shares_P).max() for slot in made) <= capacity:
+            yield made
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_balanced_within_eight_percent_of_the_bound_on_a_long_tail():
     costs = cost_model(find_shape("Llama-3.1-8B"), find_rates({g.name: g for g in gpus()}["h200"]))
     lengths = np.clip(np.random.default_rng(5).lognormal(np.log(600), 1.5, 500), 16, 100_000).astype(int)
     made = schedule(lengths, ranks=16, capacity=8192, costs=costs)
-    assert made.strategy == "mixed CP" and made.step_s < 1.08 * made.bound_s
-    simple = [seconds for name, seconds in made.candidates if name != "mixed CP"]
+    assert made.strategy.startswith("mixed CP") and made.step_s < 1.08 * made.bound_s
+    simple = [seconds for name, seconds in made.candidates if not name.startswith("mixed CP")]
     assert len(simple) == 5 and made.step_s < min(simple)
 
 
@@ -159,7 +159,7 @@ def test_a_share_of_the_step_leaves_out_what_takes_longer_and_no_clock_decides()
     every = [name for name, _ in schedule(lengths, ranks=8, capacity=1000, costs=COSTS).candidates]
     tried = [
         [name for name, _ in schedule(lengths, ranks=8, capacity=1000, costs=COSTS, share=share).candidates]
-        for share in (0.0, 1e-3, 1e-2, 1e-1, 1.0, 1e3)
+        for share in (0.0, 1e-3, 0.01, 0.02, 0.05, 0.1, 1.0, 1e3)
     ]
     assert all(set(less) <= set(more) for less, more in itertools.pairwise(tried))
     assert tried[0] == ["mixed CP"] and tried[-1] == every and any(1 < len(some) < len(every) for some in tried)
@@ -195,6 +195,25 @@ def test_what_cannot_be_scheduled(lengths, says):
         schedule([1], ranks=0, capacity=10, costs=COSTS)
 
 
+def test_the_greedy_answer_on_many_ranks_takes_little_of_the_step():
+    costs = cost_model(find_shape("Qwen3-30B-A3B"), find_rates({g.name: g for g in gpus()}["h200"]))
+    lengths = np.clip(np.random.default_rng(3).lognormal(np.log(900), 1.1, 4_000), 16, 100_000).astype(int)
+    begun = time.thread_time()
+    made = schedule(lengths, ranks=256, capacity=8192, costs=costs, share=0.0)
+    assert time.thread_time() - begun < 0.04 * made.step_s  # about 0.7 %, with room for a busy machine
+    check(made, lengths)
+
+
+def test_never_slower_than_any_simple_candidate():
+    for seed, ranks, capacity in CASES:
+        lengths = draw(seed, ranks, capacity)
+        made = schedule(lengths, ranks=ranks, capacity=capacity, costs=COSTS)
+        problem = problem_of(lengths, ranks=ranks, capacity=capacity, costs=COSTS)
+        simple = [static(problem, size=size) for size in group_sizes(problem, problem.longest)]
+        simple += [per_micro_batch(problem, fill=0.9), sequential(problem, by_seconds(problem))]
+        assert made.step_s <= min(step_s(problem, slots) for slots in simple)
+
+
 def test_many_documents_of_one_length_end_soon():
     lengths = np.full(100_000, 300)
     begun = time.process_time()
@@ -206,7 +225,7 @@ def test_many_documents_of_one_length_end_soon():
 
 def test_loads_are_the_sums_of_shares():
     problem = problem_of(np.array([1000, 500]), ranks=6, capacity=1000, costs=COSTS)
-    slot = [Placement(0, (0, 1), (600, 400)), Placement(1, (1, 4), (250, 250))]
+    slot = Slot(np.array([0, 0, 1, 1]), np.array([0, 1, 1, 4]), np.array([600, 400, 250, 250]))
     near, far = COSTS.near_s, COSTS.far_s
     assert loads_s(problem, slot) == pytest.approx(
         [
