@@ -8,7 +8,7 @@ Inside the model nothing knows of ranks but the experts seam (model/experts.py),
 in few bits (model/quantized_divided.py).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 
@@ -27,7 +27,7 @@ from gatewright.model.head import decoder, gather_on_use
 from gatewright.model.quantized_divided import Shares
 from gatewright.model.quantized_load import Divide
 from gatewright.model.roles import head_is_tied, parameter_roles
-from gatewright.parallel.collect import divided_stacks, expert_stacks
+from gatewright.parallel.collect import Stack, divided_stacks, expert_stacks
 from gatewright.parallel.collectives import all_gather, count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
@@ -145,16 +145,16 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
         return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
-    divided, orders = divided_stacks(model, ranks), expert_stacks(model, ranks)
+    divided, stacks = divided_stacks(model, ranks), expert_stacks(model, ranks)
     shares: list[Share] = []
     alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
-            shares.append(_fsdp_share(name, weight, ranks, order=orders.get(name)))
+            shares.append(_fsdp_share(name, weight, ranks, stack=stacks.get(name)))
             continue
-        share, shard, copies = _plain_share(name, weight, ranks, order=divided.get(name))
+        share, shard, copies = _plain_share(name, weight, ranks, stack=divided.get(name))
         shares.append(share)
-        if shard or copies:
+        if weight.numel() and (shard or copies):  # none of the chosen experts: nor has a rank with the same experts
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
     return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
 
@@ -168,18 +168,18 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequence[int] | None) -> Grouped:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, stack: Stack | None) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
-    `order`: the experts of the whole stack as ranks hold them, where the weight is this rank's part of one.
+    `stack`: how ranks hold the whole, where the weight is this rank's part of a stack of experts.
     """
     layout = ranks.layout
-    row = prod(weight.shape[1:])
-    begin = 0 if order is None else ranks.position("ep") * weight.shape[0] * row
-    shape = tuple(weight.shape) if order is None else (len(order), *weight.shape[1:])
-    within = "edp" if order is not None else SHARD
+    begin = 0 if stack is None else stack.first(ranks.position("ep")) * prod(weight.shape[1:])
+    shape = tuple(weight.shape) if stack is None else (len(stack.order), *weight.shape[1:])
+    order = None if stack is None else stack.order
+    within = SHARD if stack is None else "edp"
     sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
-    holders = layout.ranks // (1 if order is None else layout.ep) // sharing
+    holders = layout.ranks // (1 if stack is None else layout.ep) // sharing
     piece = Piece(
         shape=shape, begin=begin, end=begin + weight.numel(), order=order, holders=holders,
         writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
@@ -194,12 +194,12 @@ def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequen
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
-def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
-    """The share of a weight that is cut along its first axis, by FSDP or for the head; `order`: as above."""
+def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, stack: Stack | None) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head; `stack`: as above."""
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     row = prod(weight.shape[1:])
     piece = Piece(
-        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=order,
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=stack and stack.order,
         holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)

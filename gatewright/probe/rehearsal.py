@@ -19,7 +19,7 @@ from gatewright.model.quantized_divided import Shares
 from gatewright.model.recompute import recompute
 from gatewright.model.routing import RouterWatch, find_routers
 from gatewright.parallel.apply import divider, settle, spread_gradients
-from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.collect import whole_shapes
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
@@ -92,7 +92,7 @@ def rehearse(
             layout=layout.describe(),
             assumed=assumptions(run, layout, expert_load),
             attention=kernel.name,
-            spread=lambda model: dict.fromkeys(divided_stacks(model, ranks), layout.ep),
+            whole=lambda model: whole_shapes(model, ranks),
             reach=2 if layout.dense == "zero3" else 0,
             multiple=2 if run.train.checkpointing == "selective" else 1,
             full_depth=full_depth,

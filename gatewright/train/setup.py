@@ -27,7 +27,7 @@ from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divider, settle, spread_gradients
-from gatewright.parallel.collect import divided_stacks, whole_adapters
+from gatewright.parallel.collect import whole_adapters, whole_shapes
 from gatewright.parallel.gradients import Gradients
 from gatewright.parallel.ranks import Ranks, alone
 from gatewright.spec.errors import RunFileError
@@ -82,11 +82,6 @@ def refuse_unsupported(run: Run) -> list[Finding]:
         raise RunFileError(
             "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
             "adamw, or parallel.ep: 1 and dense: replicate"
-        )
-    if run.parallel != "auto" and run.method.adapter and run.parallel.ep > 1 and run.method.adapter.experts:
-        raise RunFileError(
-            "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
-            "ep: 1, or adapt every expert"
         )
     return []
 
@@ -210,14 +205,13 @@ def _prepare_model(
     settle(model, ranks)
     if not find_experts(model):
         refuse_router_settings(run, model)
-    spread = divided_stacks(model, ranks)
-    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
+    whole = whole_shapes(model, ranks)
+    base_parameters = sum(math.prod(whole.get(name, p.shape)) for name, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
     if run.router.placement == "measured":
         log(place_experts(run, model, loader.every_rank(), ranks=ranks))
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
-    parts = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
-    covered = coverage(model, optimizer=run.train.optimizer, spread=parts)
+    covered = coverage(model, optimizer=run.train.optimizer, whole=whole_shapes(model, ranks))
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
@@ -254,7 +248,7 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
     if adapter is None:
         train_weights(model, run.method.roles, router=run.router.train)
         return
-    chosen = ranks.tell(choose_experts(run, model, loader, device=ranks.device))
+    chosen = choose_experts(run, model, loader, ranks=ranks)
     notes = add_adapters(
         model,
         adapter,
