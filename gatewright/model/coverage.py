@@ -18,9 +18,10 @@ FILE = "coverage.json"
 
 Row = dict[str, int | str | bool]
 
-BYTES_8BIT = 2 * (1 + 4 / 256)
-"""adamw8bit: two moments of one byte, a float32 scale for 256 of them; tensors under 4,096 elements stay float32."""
-SMALL_8BIT = 4096
+SMALL_8BIT, BLOCK_8BIT = 4096, 256
+"""adamw8bit: tensors under so many elements keep their moments in float32; of others so many share a scale."""
+BYTES_8BIT = 2 * (1 + 4 / BLOCK_8BIT)
+"""Of an element's moments: a byte each, and its part of two float32 scales."""
 
 
 @dataclass(slots=True, kw_only=True)

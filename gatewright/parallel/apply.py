@@ -10,7 +10,7 @@ in few bits (model/quantized_divided.py).
 
 from collections.abc import Collection
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 
 import torch
 import torch.distributed as dist
@@ -140,8 +140,11 @@ def settle(model: PreTrainedModel, ranks: Ranks) -> None:
         gather_on_use(model.get_output_embeddings())
 
 
-def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) -> Gradients:
-    """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
+def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks, *, unit: int = 1) -> Gradients:
+    """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed.
+
+    `unit`: elements that ZeRO-2 keeps together.
+    """
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
         return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
@@ -152,11 +155,11 @@ def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) ->
         if isinstance(weight, DTensor):
             shares.append(_fsdp_share(name, weight, ranks, stack=stacks.get(name)))
             continue
-        share, shard, copies = _plain_share(name, weight, ranks, stack=divided.get(name))
+        share, shard, copies = _plain_share(name, weight, ranks, stack=divided.get(name), unit=unit)
         shares.append(share)
         if weight.numel() and (shard or copies):  # none of the chosen experts: nor has a rank with the same experts
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
-    return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
+    return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group, unit=unit)], ranks)
 
 
 def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
@@ -168,51 +171,52 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, stack: Stack | None) -> Grouped:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, stack: Stack | None, unit: int) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
     `stack`: how ranks hold the whole, where the weight is this rank's part of a stack of experts.
     """
-    layout = ranks.layout
-    begin = 0 if stack is None else stack.first(ranks.position("ep")) * prod(weight.shape[1:])
+    layout, row = ranks.layout, prod(weight.shape[1:])
+    begin = 0 if stack is None else stack.first(ranks.position("ep")) * row
     shape = tuple(weight.shape) if stack is None else (len(stack.order), *weight.shape[1:])
-    order = None if stack is None else stack.order
     within = SHARD if stack is None else "edp"
     sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
     holders = layout.ranks // (1 if stack is None else layout.ep) // sharing
     piece = Piece(
-        shape=shape, begin=begin, end=begin + weight.numel(), order=order, holders=holders,
+        shape=shape, begin=begin, end=begin + weight.numel(), order=None if stack is None else stack.order,
+        grain=0 if stack is None else row, holders=holders,
         writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
     )  # fmt: skip
     copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
     if sharing == 1:
         copies = [ranks.part(within).get_group()] * (ranks.part(within).size() > 1) + copies
         return Share(name=name, weight=weight, owned=weight, piece=piece), None, copies
-    first, last = piece.cut(sharing, ranks.position(within))
+    first, last = piece.cut(sharing, ranks.position(within), unit=unit)
     owned = nn.Parameter(weight.data.view(-1)[first:last], requires_grad=weight.requires_grad)
-    piece = replace(piece, begin=begin + first, end=begin + last)
+    piece = replace(piece, begin=begin + first, end=begin + last, grain=gcd(piece.grain, unit))
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
 def _fsdp_share(name: str, weight: DTensor, ranks: Ranks, *, stack: Stack | None) -> Share:
     """The share of a weight that is cut along its first axis, by FSDP or for the head; `stack`: as above."""
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    row = prod(weight.shape[1:])
+    row, rows_each = prod(weight.shape[1:]), -(-weight.shape[0] // ranks.layout.shard)
     piece = Piece(
-        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row, order=stack and stack.order,
+        shape=tuple(weight.shape), begin=first * row, end=(first + rows) * row,
+        order=None if stack is None else stack.order, grain=row * (rows_each if stack is None else 1),
         holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
     return Share(name=name, weight=weight, owned=owned, piece=piece)
 
 
-def _buckets(alike: list[Grouped]) -> list[Bucket]:
+def _buckets(alike: list[Grouped], *, unit: int) -> list[Bucket]:
     """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
     buckets: list[Bucket] = []
     size = BUCKET_ELEMENTS
     for share, shard, copies in reversed(alike):
         if size >= BUCKET_ELEMENTS:
-            buckets.append(Bucket(shares=[], shard=shard, copies=copies))
+            buckets.append(Bucket(shares=[], shard=shard, copies=copies, unit=unit))
             size = 0
         buckets[-1].shares.append(share)
         size += share.weight.numel()

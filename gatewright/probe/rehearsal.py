@@ -31,7 +31,7 @@ from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Parallel, Run
-from gatewright.train.optim import build_optimizer, trainable
+from gatewright.train.optim import build_optimizer, together, trainable
 from gatewright.train.router_loss import RouterLoss
 from gatewright.train.setup import capacity_of, refuse_router_settings, refuse_unsupported
 from gatewright.train.step import train_step
@@ -211,8 +211,9 @@ def take_steps(
     router = router_loss(model, run, scores)
     parameters = trainable(model)
     with _disable_current_modes():  # who updates what is arithmetic on real numbers
-        gradients = spread_gradients(model, parameters, ranks)
-    optimizer = build_optimizer(gradients.owned, run.train, weights=parameters)
+        gradients = spread_gradients(model, parameters, ranks, unit=together(run.train))
+    pieces = {share.name: share.piece for share in gradients.shares.values()}
+    optimizer = build_optimizer(gradients.owned, run.train, pieces=pieces)
     for _ in range(2):
         live.begin_step()
         train_step(

@@ -36,8 +36,9 @@ from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
 from gatewright.train.context import AUTO_MICRO_BATCH_TOKENS, context_parallel, cut_of, exchanges_of, prove_context
 from gatewright.train.device import pick_device
+from gatewright.train.eight_bit import left_in_float32
 from gatewright.train.evaluate import Question, questions_of
-from gatewright.train.optim import Named, build_optimizer, trainable
+from gatewright.train.optim import Named, build_optimizer, together, trainable
 from gatewright.train.place_experts import place_experts
 from gatewright.train.prove import prove_head, prove_isolation
 from gatewright.train.router import RouterControl
@@ -77,12 +78,6 @@ class Trainer:
 
 def refuse_unsupported(run: Run) -> list[Finding]:
     """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    divides = run.parallel != "auto" and (run.parallel.ep > 1 or run.parallel.dense != "replicate")
-    if divides and run.train.optimizer == "adamw8bit":
-        raise RunFileError(
-            "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
-            "adamw, or parallel.ep: 1 and dense: replicate"
-        )
     return []
 
 
@@ -101,7 +96,10 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
     model, head, covered = _prepare_model(run, documents.loader, ranks=ranks, log=log)
     router = _prepare_router(run, model, documents.held_out or documents.loader, ranks=ranks, log=log)
     parameters = trainable(model)
-    gradients = spread_gradients(model, parameters, ranks)
+    gradients = spread_gradients(model, parameters, ranks, unit=together(run.train))
+    pieces = {share.name: share.piece for share in gradients.shares.values()}
+    if run.train.optimizer == "adamw8bit" and (note := left_in_float32(pieces.values())):
+        log(note)
     fingerprint = {"data": documents.fingerprint, "base model": base_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
@@ -113,7 +111,7 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
         gradients=gradients,
         coverage=covered,
         optimizer=build_optimizer(
-            gradients.owned, run.train, router=router.parameters if router else (), weights=parameters
+            gradients.owned, run.train, router=router.parameters if router else (), pieces=pieces
         ),
         loader=documents.loader,
         held_out=documents.held_out,

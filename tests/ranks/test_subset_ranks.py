@@ -16,7 +16,10 @@ NAMED = {
     "method__adapter__experts": {"layers": [{"layer": 1, "experts": [6, 1, 2]}, {"layer": 2, "experts": [5, 7]}]}
 }  # fmt: skip
 """Of 8 experts on 2 ranks: two and one in layer 1, none and two in layer 2; on 4 ranks one, one, none and one."""
-FIRST = {"method__adapter__experts": {"layers": [{"layer": 1, "experts": [0]}]}, "method__adapter__targets": ["experts"]}
+FIRST = {
+    "method__adapter__experts": {"layers": [{"layer": 1, "experts": [0]}]},
+    "method__adapter__targets": ["experts"],
+}
 MEASURED = {"method__adapter__experts": {"most_routed": 0.25, "documents": 20}}
 PLACED = {"router__placement": "measured"}
 NF4 = {"method__quantize": "nf4"}
