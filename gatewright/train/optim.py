@@ -33,15 +33,16 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW: matrices with weight decay, norms and biases without, and apart the parameters named in `router`.
 
-    `pieces`: what each parameter is of a whole weight, where a rank updates only part of them.
+    `pieces`: what each parameter is of a whole weight, where a rank updates only part of them. One of no elements is
+    left out: it may have no gradient, and would fall behind in steps.
     """
     if pieces is None:
         pieces = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
     eight_bit = train.optimizer == "adamw8bit"
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        if eight_bit and not parameter.numel():
-            continue  # bitsandbytes would start a kernel of no threads
+        if not parameter.numel():
+            continue
         is_matrix = name not in router and len(pieces[name].shape) >= 2
         key = (name in router, not is_matrix, eight_bit and in_blocks(pieces[name]))
         groups.setdefault(key, []).append(parameter)
@@ -49,6 +50,7 @@ def build_optimizer(
         {"params": group, "weight_decay": 0.0 if bare else train.weight_decay, ROUTER: is_router, IN_BLOCKS: blocks}
         for (is_router, bare, blocks), group in sorted(groups.items(), key=lambda item: item[0])
     ]
+    settings = settings or [{"params": [], ROUTER: False, IN_BLOCKS: False}]  # a rank may have nothing to update
     if eight_bit:
         return adamw_8bit(settings, train)
     return torch.optim.AdamW(settings, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)

@@ -57,7 +57,7 @@ def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress
     tensors: dict[str, Tensor] = {RNG_CPU: torch.get_rng_state()}
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
-    held = [share for share in gradients.shares.values() if share.piece.writes]
+    held = [share for share in gradients.shares.values() if share.piece.writes and share.piece.elements]
     adapter: AdapterFiles | None = None
     if run.adapter:
         with whole_adapters(trainer.model, ranks):
@@ -136,10 +136,10 @@ def _restore_optimizer(saved: SavedState, trainer: Trainer, run: Run) -> None:
     if eight_bit := run.train.optimizer == "adamw8bit":
         codes = codes_of(trainer.optimizer)
         codes |= {f"qmap{n}": saved.whole(f"{OPTIMIZER}qmap{n}") for n in saved.keys(f"{OPTIMIZER}qmap")}
-    for share in trainer.gradients.shares.values():
+    for share in [share for share in trainer.gradients.shares.values() if share.piece.elements]:
         prefix = f"{OPTIMIZER}{share.name}/"
         if eight_bit:
-            found = read_moments(saved, prefix, share, codes) if share.piece.elements else {}
+            found = read_moments(saved, prefix, share, codes)
         else:
             found = {key: saved.read(f"{prefix}{key}", share.piece.part) for key in saved.keys(prefix)}
             found = {key: tensor.view_as(share.owned) if tensor.dim() else tensor for key, tensor in found.items()}

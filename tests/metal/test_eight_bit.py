@@ -60,7 +60,7 @@ def put_together(pieces: list[Piece], tensors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("pieces", [ON_GRID, BY_ROWS], ids=["runs of blocks", "rows in another order"])
 def test_pieces_between_blocks_are_one_process_to_the_bit(pieces: list[Piece]) -> None:
-    """Also a piece of one block, which by itself would be small, and one of nothing."""
+    """Also a piece of one block, which by itself would be small."""
     assert all(map(in_blocks, pieces)) and left_in_float32(pieces) is None
     [whole], one = steps([WHOLE])
     owned, many = steps(pieces)
@@ -122,3 +122,11 @@ def test_any_layout_takes_up_any_others_state(tmp_path: Path, then: str, now: st
             kept, quantized = functional.quantize_blockwise(kept, code=code_Q, blocksize=256)
             kept = functional.dequantize_blockwise(kept, quantized)
         assert torch.equal(got, kept)
+
+
+def test_a_rank_may_have_nothing_to_update() -> None:
+    empty = nn.Parameter(torch.empty(0))
+    for name in ("adamw", "adamw8bit"):
+        optimizer = build_optimizer({"w": empty}, TRAIN.model_copy(update={"optimizer": name}), pieces={"w": ON_GRID[3]})
+        optimizer.step()
+        assert not optimizer.state
