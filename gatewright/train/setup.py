@@ -30,11 +30,12 @@ from gatewright.parallel.apply import divider, settle, spread_gradients
 from gatewright.parallel.collect import whole_adapters, whole_shapes
 from gatewright.parallel.gradients import Gradients
 from gatewright.parallel.ranks import Ranks, alone
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
-from gatewright.train.context import AUTO_MICRO_BATCH_TOKENS, context_parallel, cut_of, exchanges_of, prove_context
+from gatewright.train.context import context_parallel, cut_of, exchanges_of, prove_context
 from gatewright.train.device import pick_device
 from gatewright.train.eight_bit import left_in_float32
 from gatewright.train.evaluate import Question, questions_of
@@ -74,11 +75,6 @@ class Trainer:
     """None for a dense model."""
     fingerprint: dict[str, str]
     """What a resumed run must find unchanged: the data and the base model."""
-
-
-def refuse_unsupported(run: Run) -> list[Finding]:
-    """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    return []
 
 
 def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None) -> Trainer:

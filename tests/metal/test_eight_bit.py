@@ -92,7 +92,9 @@ def values(pieces: list[Piece], states: list[dict[str, Tensor]], n: int, code_Q:
     return put_together(pieces, parts)
 
 
-LAYOUTS = {"one": [WHOLE], "on grid": ON_GRID, "by rows": BY_ROWS, "off grid": OFF_GRID}
+DEALT = [replace(BY_ROWS[0], end=WHOLE.end)]
+"""All on one rank, yet not in the tensor's own order."""
+LAYOUTS = {"one": [WHOLE], "on grid": ON_GRID, "by rows": BY_ROWS, "dealt": DEALT, "off grid": OFF_GRID}
 
 
 @pytest.mark.parametrize("then", LAYOUTS)
@@ -127,6 +129,7 @@ def test_any_layout_takes_up_any_others_state(tmp_path: Path, then: str, now: st
 def test_a_rank_may_have_nothing_to_update() -> None:
     empty = nn.Parameter(torch.empty(0))
     for name in ("adamw", "adamw8bit"):
-        optimizer = build_optimizer({"w": empty}, TRAIN.model_copy(update={"optimizer": name}), pieces={"w": ON_GRID[3]})
+        train = TRAIN.model_copy(update={"optimizer": name})
+        optimizer = build_optimizer({"w": empty}, train, pieces={"w": ON_GRID[3]})
         optimizer.step()
         assert not optimizer.state
