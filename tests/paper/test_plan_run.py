@@ -112,7 +112,7 @@ def test_fewer_experts_with_an_adapter_are_fewer_bytes() -> None:
 
 @pytest.mark.parametrize(("placement", "adapted"), [("contiguous", 3 * 3), ("measured", 3 * 4 / 8)])
 def test_named_experts_cost_the_rank_that_has_most_of_them(placement: str, adapted: float) -> None:
-    """Four of 128 experts in each of three layers: three of the four on one rank, or an even part, by measured loads."""
+    """Four of 128 experts in each of three layers: three of four on one rank, or an even part, by measured loads."""
     layers = [{"layer": layer, "experts": [16, 17, 31, 127]} for layer in (0, 5, 9)]
     asked = run(
         adapter(targets=["experts"], experts={"layers": layers}), router={"placement": placement}, parallel={"ep": 8}
