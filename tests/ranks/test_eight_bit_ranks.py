@@ -66,28 +66,30 @@ def moments(run_result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def relative_errors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[float]:
+def relative_errors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
     assert set(one) == set(other)
-    return [float((other[k] - one[k]).norm() / one[k].norm().clamp(min=1e-12)) for k in one]
+    return {name: float((other[name] - one[name]).norm() / one[name].norm().clamp(min=1e-12)) for name in one}
 
 
-@pytest.mark.parametrize("changes", [WIDE, FULL], ids=["lora", "full"])
-def test_eight_bit_state_moves_between_layouts(tmp_path: Path, changes: dict[str, object]) -> None:
-    """Two steps each on 4, 2, 1 and 4 ranks, which cut a block of the embedding; beside it, one process alone."""
-    straight = make_saving(tmp_path, "straight", {}, **EIGHT | changes)
+def test_eight_bit_state_moves_between_layouts(tmp_path: Path) -> None:
+    """Two steps each on 4, 2, 1 and 4 ranks, which cut blocks of embedding and head; beside it, one process alone."""
+    straight = make_saving(tmp_path, "straight", {}, **EIGHT | FULL)
     finish(straight, 1)
     for number, (size, layout) in enumerate(CHAIN):
-        run = make_saving(tmp_path, "moved", layout, **EIGHT | changes)
+        run = make_saving(tmp_path, "moved", layout, **EIGHT | FULL)
         finish(run, size)
         if number < len(CHAIN) - 1:
             go_back_to(run, 2 * (number + 1))
     assert len(tiny.events(run, "resume")) == 3
     assert tokens_of_steps(run) == tokens_of_steps(straight)
     one, other = result(straight), result(run)
-    # 0.14 % of a moment's codes differed at most, and moments by 1.5e-3: a step of a code is some per cent of a number.
-    assert max(relative_errors(moments(one), moments(other))) < 0.02
+    cut = ("model.embed_tokens.weight", "lm_head.weight")
+    assert {key.split("/")[1] for key in set(one) ^ set(other)} == set(cut), "float32 on four ranks"
+    # What is not cut: 1e-4 was measured, a code more or less here and there.
+    for name, error in relative_errors(moments(one), moments(other)).items():
+        assert error < (0.05 if name.split("/")[1] in cut else 2e-3), (name, error)
     weights = [{k: v for k, v in found.items() if not k.startswith("optimizer/")} for found in (one, other)]
-    assert max(relative_errors(*weights)) < 2e-3
+    assert max(relative_errors(*weights).values()) < 1e-3
 
 
 def test_the_same_layout_goes_on_to_the_same_bits(tmp_path: Path) -> None:
