@@ -7,12 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import forget_peak, peak_resident_bytes, resident_bytes
-from rich.console import Console
+from gatewright.cli_quiet import quiet_libraries
 
-from gatewright.parallel.place import find_place
-from gatewright.spec.read import read_run
-from gatewright.train.loop import train
+quiet_libraries()  # as the command line does, before torch is imported
+
+from measure import forget_peak, peak_resident_bytes, resident_bytes  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from gatewright.parallel.place import find_place  # noqa: E402
+from gatewright.spec.read import read_run  # noqa: E402
+from gatewright.train.loop import train  # noqa: E402
 
 PHASES = ("data", "forward", "backward", "optimizer")
 

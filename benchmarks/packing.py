@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from length_sets import DISTRIBUTIONS, draw, read_lengths
 
-from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack import lower_bound, martello_toth_bound, pack, sum_bound
 
 try:
     import seqpacker
@@ -91,13 +91,14 @@ def cases(file: Path | None, *, quick: bool) -> Iterator[tuple[str, int, np.ndar
 def compare(name: str, lengths: np.ndarray, capacity: int) -> dict:
     times = 3 if len(lengths) < 1_000_000 else 1
     seconds, packs = timed(lambda: pack(lengths, capacity), times=times)
-    bounds = sum_bound(lengths, capacity), martello_toth_bound(lengths, capacity)
+    bound = lower_bound(lengths, capacity)
     row = {
         "packs": len(packs),
         "fill": packs.fill,
-        "l1": bounds[0],
-        "l2": bounds[1],
-        "gap": len(packs) / max(bounds) - 1,
+        "l1": sum_bound(lengths, capacity),
+        "l2": martello_toth_bound(lengths, capacity),
+        "bound": bound,
+        "gap": len(packs) / bound - 1,
         "ours_s": seconds,
     }
     if len(lengths) >= 1_000_000 and capacity == TRL_CAPACITY:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from gatewright.model.attention_slices import SliceAttention
+from gatewright.model.attention_slices import AttendSlices, Bounds, SliceAttention, attend_each_slice
 from gatewright.model.sparse_attention import attend_masked, attend_to_chosen, band
 from gatewright.spec.errors import ModelError
 
@@ -37,6 +37,8 @@ class Kernel:
     attend: Attend
     equal_widths: bool = False
     """Whether it takes values only as wide as keys."""
+    attend_slices: AttendSlices = attend_each_slice
+    """The same from slices of documents that several ranks hold."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -49,12 +51,11 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
         flash = importlib.import_module("flash_attn")
     except ImportError as absent:
         if torch.cuda.get_device_capability(device) >= (8, 0):
-            return Kernel("torch varlen_attn", f"flash-attn: {absent}", attend_torch_varlen, equal_widths=True)
+            return torch_varlen(f"flash-attn: {absent}")
         return Kernel(
             "sdpa per document", f"flash-attn: {absent}; device too old for varlen_attn", attend_each_document
         )
-    attend = through_flash(flash.flash_attn_varlen_func)
-    return Kernel(f"flash-attn {flash.__version__} varlen", "installed", attend, equal_widths=True)
+    return through_flash(flash.flash_attn_varlen_func, name=f"flash-attn {flash.__version__} varlen")
 
 
 def install(kernel: Kernel) -> None:
@@ -99,7 +100,7 @@ def install(kernel: Kernel) -> None:
                     f"{type(module).__name__} has soft caps, sinks, masks or chunks, which are not proved with "
                     "documents cut over ranks; set parallel.cp: 1"
                 )
-            attend = SliceAttention(scale, sliding_window)
+            attend = SliceAttention(scale, sliding_window, kernel.attend_slices, kernel.equal_widths)
             return context(query, key, value, attend).contiguous(), None
         if indices is not None:
             if softcap is not None or sliding_window is not None:
@@ -141,48 +142,54 @@ def attend_each_document(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention by one SDPA call a document; runs on any device. Returns [1, T, N, D]."""
-    lengths = cu_seqlens.diff().tolist()
-    grouped = q.shape[1] != k.shape[1]
-    outputs = []
-    for q_i, k_i, v_i in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
-        length = q_i.shape[2]
-        mask = None if window is None or length <= window else band(length, window, q.device)
-        out = F.scaled_dot_product_attention(
-            q_i, k_i, v_i, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        outputs.append(out)
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    lengths = tuple(cu_seqlens.diff().tolist())
+    return attend_each_slice(q, k, v, Bounds(lengths, lengths, cu_seqlens, cu_seqlens), scale, window)
 
 
-def attend_torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
-) -> Tensor:
-    """Causal attention by torch's own varlen kernel (CUDA and ROCm builds that have one). Returns [1, T, N, D]."""
-    band = (-1 if window is None else window - 1, 0)
-    q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scale, window_size=band, enable_gqa=grouped,
-    )  # fmt: skip
-    return out[None]
+Ends = tuple[Tensor, Tensor, int, int]
+"""cu_seqlens of queries and of keys, and the most of each in one document or slice: as varlen kernels take them."""
 
 
-def through_flash(varlen: Callable[..., Tensor]) -> Attend:
-    """Causal attention by a function with flash-attn's `flash_attn_varlen_func` signature."""
+def torch_varlen(reason: str) -> Kernel:
+    """Torch's own varlen kernel (CUDA and ROCm builds that have one)."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Ends, scale: float, window: int | None) -> Tensor:
+        return varlen_attn(
+            q, k, v, *ends,
+            scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+
+    return _varlen_kernel("torch varlen_attn", reason, attend)
+
+
+def through_flash(varlen: Callable[..., Tensor], *, name: str, reason: str = "installed") -> Kernel:
+    """A function with flash-attn's `flash_attn_varlen_func` signature, 2.1 or later."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Ends, scale: float, window: int | None) -> Tensor:
+        band = (-1, -1) if window is None else (window - 1, 0)
+        return varlen(q, k, v, *ends, softmax_scale=scale, causal=True, window_size=band, deterministic=True)
+
+    return _varlen_kernel(name, reason, attend)
+
+
+def _varlen_kernel(name: str, reason: str, varlen: Callable[..., Tensor]) -> Kernel:
+    """`varlen`: (q_TND, k_CKD, v_CKD, ends, scale, window) -> [T, N, D].
+
+    With fewer queries than keys the last query sees the last key, in flash-attn and in torch: what slices want.
+    """
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
     ) -> Tensor:
-        q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
-        band = (-1, -1) if window is None else (window - 1, 0)
-        out = varlen(
-            q_TND, k_TKD, v_TKD, cu_seqlens, cu_seqlens, longest, longest,
-            softmax_scale=scale, causal=True, window_size=band, deterministic=True,
-        )  # fmt: skip
-        return out[None]
+        tokens_first = (x[0].transpose(0, 1) for x in (q, k, v))
+        return varlen(*tokens_first, (cu_seqlens, cu_seqlens, longest, longest), scale, window)[None]
 
-    return attend
+    def attend_slices(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+        tokens_first = (x[0].transpose(0, 1) for x in (q, k, v))
+        ends = (bounds.cu_queries, bounds.cu_keys, max(bounds.query_lengths), max(bounds.key_lengths))
+        return varlen(*tokens_first, ends, scale, window)[None]
+
+    return Kernel(name, reason, attend, equal_widths=True, attend_slices=attend_slices)
 
 
 def attend_plain(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from gatewright.packing.gain import limit_gain, packing_gain
 from gatewright.packing.lengths import histogram, padded_fill, percentile
-from gatewright.packing.pack import IntArray, martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack import IntArray, lower_bound, pack, sum_bound
 from gatewright.spec.errors import DataError
 
 WIDTH = 100
@@ -94,7 +94,7 @@ def packing(lengths_N: IntArray, capacity: int) -> Iterator[str]:
         yield f"impossible: the longest document has {longest:,} tokens"
         return
     packs = pack(lengths_N, capacity)
-    by_sum, by_size = sum_bound(lengths_N, capacity), martello_toth_bound(lengths_N, capacity)
+    by_sum, by_size = sum_bound(lengths_N, capacity), lower_bound(lengths_N, capacity)
     above = len(packs) - packs.lower_bound
     verdict = "this is the best there is" if not above else f"{above:,} above that ({above / packs.lower_bound:.2%})"
     yield f"{len(packs):,} packs, {packs.fill:.2%} full, {len(lengths_N) / len(packs):.1f} documents in each"

@@ -1,4 +1,4 @@
-"""Put documents into packs: best-fit-decreasing on the histogram of their lengths, and two proved lower bounds.
+"""Put documents into packs: in bulk, or by best-fit-decreasing on the histogram of lengths; two proved lower bounds.
 
 lengths      5 3 3 2 2 1        capacity 8
 packs        [5 3] [3 2 2 1]    order = [0 2 1 3 4 5], offsets = [0 2 6]
@@ -13,6 +13,7 @@ from operator import neg
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.pack_bulk import fill_in_bulk, stable_argsort
 from gatewright.packing.pack_exact import Placed, fill_exactly
 
 NEAR = 0.0005
@@ -59,10 +60,11 @@ def pack(
     """Packs of at most `capacity` tokens and `max_documents` documents, as few as best-fit-decreasing finds, or fewer.
 
     The result has at most as many packs as placing the documents one by one, longest first, each into the fullest pack
-    that still has room. Work grows with the number of distinct lengths, not with the number of documents.
+    that still has room. That is done only where filling in bulk fails: where it succeeds, no packing has fewer packs.
+    Its work grows with the number of distinct lengths, not with the number of documents.
 
-    thorough: where that leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes some
-    ten times as long; not with `max_documents`.
+    thorough: where best-fit leaves more than NEAR above the lower bound, also try to fill packs exactly, which takes
+    some ten times as long; not with `max_documents`.
 
     A seed draws which of several equally long documents goes where, and the order of the packs; how many packs there
     are does not depend on it. The same seed gives the same packs in every process.
@@ -70,20 +72,17 @@ def pack(
     Raises ValueError for a length below 1 or above the capacity.
     """
     lengths_N = _checked(lengths, capacity=capacity, max_documents=max_documents)
-    at_most = max_documents or max(len(lengths_N), 1)
-    counts = np.bincount(lengths_N) if len(lengths_N) else np.zeros(1, np.int64)
-    distinct = np.flatnonzero(counts)[::-1]
-    placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
-    bound = max(martello_toth_bound(lengths_N, capacity), -(-len(lengths_N) // at_most))
-    for commonest in (False, True) if thorough and max_documents is None else ():
-        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
-            placed = min(placed, other, key=lambda found: found.total_packs)
-    longest_first, pack_place = _draw(lengths_N, placed.total_packs, seed)
-    pack_N = pack_place[_expand(placed)]
-    documents_P = np.bincount(pack_N, minlength=placed.total_packs)
+    draw = None if seed is None else np.random.Generator(np.random.PCG64(seed))
+    longest_first = _longest_first(lengths_N, draw)
+    bound = max(lower_bound(lengths_N, capacity), -(-len(lengths_N) // (max_documents or capacity)))
+    pack_N = None if max_documents else fill_in_bulk(lengths_N[longest_first], capacity, bound)
+    if pack_N is None:
+        pack_N = _expand(_fewest(lengths_N, capacity, bound, max_documents, thorough=thorough))
+    if draw is not None:
+        pack_N = draw.permutation(pack_N.max(initial=-1) + 1)[pack_N]
     return Packs(
-        order=longest_first[_stable_argsort(pack_N)],
-        offsets=np.concatenate(([0], np.cumsum(documents_P))),
+        order=longest_first[stable_argsort(pack_N, below=len(lengths_N) + 1)],
+        offsets=np.concatenate(([0], np.cumsum(np.bincount(pack_N)))),
         capacity=capacity,
         tokens=int(lengths_N.sum()),
         lower_bound=bound,
@@ -103,6 +102,22 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     """
     if not len(lengths_N):
         return 0
+    return int(_threshold_bounds(lengths_N, capacity)[0].max())
+
+
+def lower_bound(lengths_N: IntArray, capacity: int) -> int:
+    """The larger of L2 and of L2's argument counted in documents instead of tokens.
+
+    Beside a document over half a pack there are at most so many of length ≥ a as fit into less than half a pack; a
+    pack without one holds at most capacity // a. That is tight where documents fit only in pairs.
+    """
+    if not len(lengths_N):
+        return 0
+    return int(np.maximum(*_threshold_bounds(lengths_N, capacity)).max())
+
+
+def _threshold_bounds(lengths_N: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """The bound of each threshold, by tokens and by documents."""
     count = np.bincount(lengths_N)
     distinct = np.flatnonzero(count)
     number = np.concatenate(([0], np.cumsum(count[distinct])))
@@ -110,15 +125,31 @@ def martello_toth_bound(lengths_N: IntArray, capacity: int) -> int:
     """Documents, and their tokens, among the first k distinct lengths."""
     half = int(np.searchsorted(distinct, capacity // 2, side="right"))
     # Between two lengths a larger threshold keeps the same documents and leaves more of them alone.
-    thresholds = np.concatenate(([0], distinct[:half]))
+    thresholds = np.concatenate(([1], distinct[:half]))
     below = np.searchsorted(distinct, thresholds)
     above = np.searchsorted(distinct, capacity - thresholds, side="right")
-    alone = number[-1] - number[above]
     big = number[above] - number[half]
-    room_beside_big = big * capacity - (tokens[above] - tokens[half])
+    over_half = number[-1] - number[half]
     small_tokens = tokens[half] - tokens[below]
-    extra = np.maximum(0, -((room_beside_big - small_tokens) // capacity))
-    return int((alone + big + extra).max())
+    room_beside_big = big * capacity - (tokens[above] - tokens[half])
+    small = number[half] - number[below]
+    most_beside_big = big * ((capacity - capacity // 2 - 1) // thresholds)
+    return (
+        over_half + np.maximum(0, -((room_beside_big - small_tokens) // capacity)),
+        over_half + np.maximum(0, -((most_beside_big - small) // (capacity // thresholds))),
+    )
+
+
+def _fewest(lengths_N: IntArray, capacity: int, bound: int, max_documents: int | None, *, thorough: bool) -> Placed:
+    """The better of best-fit-decreasing and, where that leaves more than NEAR above the bound, of filling exactly."""
+    counts = np.bincount(lengths_N, minlength=1)
+    distinct = np.flatnonzero(counts)[::-1]
+    at_most = max_documents or max(len(lengths_N), 1)
+    placed = _best_fit(distinct.tolist(), counts[distinct].tolist(), capacity, at_most)
+    for commonest in (False, True) if thorough and max_documents is None else ():
+        if placed.total_packs > bound * (1 + NEAR) and (other := fill_exactly(counts, capacity, commonest=commonest)):
+            placed = min(placed, other, key=lambda found: found.total_packs)
+    return placed
 
 
 BITS = 40
@@ -230,20 +261,13 @@ def _expand(placed: Placed) -> IntArray:
     return np.repeat(pack_of_entry, np.repeat(each, packs))
 
 
-def _draw(lengths_N: IntArray, packs: int, seed: Seed | None) -> tuple[IntArray, IntArray]:
-    """Documents by descending length (ties drawn, or by index without a seed), and the place of each pack."""
-    below_longest = lengths_N.max(initial=0) - lengths_N
-    if seed is None:
-        return _stable_argsort(below_longest), np.arange(packs)
-    draw = np.random.Generator(np.random.PCG64(seed))
+def _longest_first(lengths_N: IntArray, draw: np.random.Generator | None) -> IntArray:
+    """Documents by descending length; ties drawn, or by index."""
+    longest = int(lengths_N.max(initial=0))
+    if draw is None:
+        return stable_argsort(longest - lengths_N, below=longest + 1)
     shuffled = draw.permutation(len(lengths_N))
-    return shuffled[_stable_argsort(below_longest[shuffled])], draw.permutation(packs)
-
-
-def _stable_argsort(keys_N: IntArray) -> IntArray:
-    """Indices that sort the keys (≥ 0); numpy sorts 16-bit integers by radix, several times faster than 64-bit ones."""
-    keys = keys_N.astype(np.uint16) if keys_N.max(initial=0) < 1 << 16 else keys_N
-    return np.argsort(keys, kind="stable")
+    return shuffled[stable_argsort(longest - lengths_N[shuffled], below=longest + 1)]
 
 
 def _checked(lengths: npt.ArrayLike, *, capacity: int, max_documents: int | None) -> IntArray:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gatewright.model.attention_slices import SliceAttention
+from gatewright.model.attention_slices import SliceAttention, bounds_of
 from gatewright.packing.exchange import Exchange
 from gatewright.packing.exchange_gather import Gather
 from gatewright.parallel.collectives import all_gather, all_to_all, reduce_scatter
@@ -53,14 +53,14 @@ class Moved:
         rows = tuple(torch.from_numpy(part).to(device) for part in exchange.send_rows)
         self.rows = Rows(rows, exchange.receive_counts, group)
         self.key_rows_C = torch.from_numpy(exchange.key_rows).to(device)
-        self.query_lengths, self.key_lengths = exchange.query_lengths, exchange.key_lengths
+        self.bounds = bounds_of(exchange.query_lengths, exchange.key_lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: SliceAttention) -> Tensor:
         """Output [1, T, N, D'] for q [1, N, T, D], k [1, K, T, D], v [1, K, T, D'] of the own tokens."""
         own = rows_of(k, v)
         others = _Move.apply(own, self.rows)
         keys, values = looked_at(own, others, self.key_rows_C, k, v)
-        return attend(q, keys, values, self.query_lengths, self.key_lengths)
+        return attend(q, keys, values, self.bounds)
 
 
 class Gathered:
@@ -70,6 +70,7 @@ class Gathered:
         self.exchange, self.group = exchange, group
         self.share_rows_S = torch.from_numpy(exchange.share_rows).to(device)
         self.key_rows_C = torch.from_numpy(exchange.key_rows).to(device)
+        self.bounds = bounds_of(exchange.query_lengths, exchange.key_lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: SliceAttention) -> Tensor:
         """Output [1, T, N, D'] for q [1, N, T, D], k [1, K, T, D], v [1, K, T, D'] of the own tokens."""
@@ -77,7 +78,7 @@ class Gathered:
         shared = F.pad(own[self.share_rows_S], (0, 0, 0, self.exchange.most - len(self.share_rows_S)))
         others = _Gather.apply(shared, self.exchange.size, self.group)
         keys, values = looked_at(own, others, self.key_rows_C, k, v)
-        return attend(q, keys, values, self.exchange.query_lengths, self.exchange.key_lengths)
+        return attend(q, keys, values, self.bounds)
 
 
 def rows_of(k: Tensor, v: Tensor) -> Tensor:

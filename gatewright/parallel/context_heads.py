@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gatewright.model.attention_slices import SliceAttention
+from gatewright.model.attention_slices import SliceAttention, bounds_of
 from gatewright.packing.exchange_heads import HeadExchange
 from gatewright.parallel.collectives import all_to_all
 
@@ -22,7 +22,8 @@ class HeadsDealt:
     """Attention over the slices of one micro-batch."""
 
     def __init__(self, exchange: HeadExchange, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        self.group, self.size, self.lengths = group, exchange.size, exchange.lengths
+        self.group, self.size = group, exchange.size
+        self.bounds = bounds_of(exchange.lengths, exchange.lengths, device)
         self.counts_G, self.own_G = exchange.counts, (exchange.counts[exchange.rank],) * exchange.size
         self.order_A = torch.from_numpy(exchange.order).to(device)
         self.back_A = self.order_A.argsort()
@@ -46,7 +47,7 @@ class HeadsDealt:
             for x, width in zip(received[self.order_A].split(widths, dim=1), (q.shape[-1], k.shape[-1], v.shape[-1]),
                                 strict=True)
         )  # fmt: skip
-        out_And = attend(q, k, v, self.lengths, self.lengths)[0]
+        out_And = attend(q, k, v, self.bounds)[0]
         returned = _AllToAll.apply(out_And[self.back_A].flatten(1), self.counts_G, self.own_G, self.group)
         # [G · T, N/G · D'] → [T, N, D']: rank g had heads [g · N/G, (g + 1) · N/G).
         heads_GTF = returned.unflatten(0, (self.size, -1))

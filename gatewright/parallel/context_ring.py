@@ -3,11 +3,10 @@
 Partial outputs are merged by their log-sum-exp, so that a rank holds its own rows, the block at hand and the one on its
 way, never all that it looks at. The backward pass sends the blocks round again, and their gradients with them, home.
 
-Written out in float32: a pair of slices of a and b tokens has its scores [N, a, b] in memory. The softmax merge is that
-of Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+The softmax merge is that of Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
 
-Shapes: T own tokens, B rows of a block, a queries and b keys of a pair, N query heads, K key/value heads, g = N / K,
-D head size, F = K · (D + D').
+Shapes: T own tokens, B rows of a block, a queries of a pair, N query heads, K key/value heads, D head size,
+F = K · (D + D').
 """
 
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gatewright.model.attention_blocks import BlockAttention
 from gatewright.model.attention_slices import SliceAttention
 from gatewright.packing.exchange_ring import Pair, RingExchange
 from gatewright.parallel.collectives import wait
@@ -49,6 +49,11 @@ class Round:
         window = self.attend.window
         return [p for p in self.exchange.pairs[step] if window is None or p.ahead - p.keys + 1 < window]
 
+    def of(self, pair: Pair) -> tuple[BlockAttention, slice, slice]:
+        """A pair's attention, its rows of queries and its rows of the block."""
+        attention = BlockAttention(self.attend.scale, self.attend.window, pair.ahead)
+        return attention, slice(pair.query, pair.query + pair.queries), slice(pair.key, pair.key + pair.keys)
+
 
 class Ring:
     """Attention over the slices of one micro-batch, of ranks that share documents with their aligned group only."""
@@ -74,7 +79,8 @@ class _Ring(torch.autograd.Function):
             passing = _pass_on(travelling_BF, ring, step) if step + 1 < ring.exchange.size else None
             keys, values = ring.split(travelling_BF if step else own_TF)
             for pair in ring.visible(step):
-                _merge(out_NTd, lse_NT, pair, *_partial(q_NTD, keys, values, pair, ring.attend))
+                attention, mine, theirs = ring.of(pair)
+                _merge(out_NTd, lse_NT, mine, *attention(q_NTD[:, mine], keys[:, theirs], values[:, theirs]))
             if passing is not None:
                 travelling_BF = passing.arrived()
         out = out_NTd.to(own_TF.dtype)
@@ -87,8 +93,6 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_NTd: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         ring: Round = ctx.ring
         q_NTD, own_TF, out_NTd, lse_NT = ctx.saved_tensors
-        grad_NTd = grad_NTd.float()
-        delta_NT = (grad_NTd * out_NTd.float()).sum(-1)
         dq_NTD = torch.zeros_like(q_NTD, dtype=torch.float32)
         home_TF = torch.zeros_like(own_TF, dtype=torch.float32)
         travelling_BF = own_TF[ring.travel_rows_B]
@@ -102,9 +106,12 @@ class _Ring(torch.autograd.Function):
             keys, values = ring.split(travelling_BF if step else own_TF)
             to_keys, to_values = ring.split(target)
             for pair in ring.visible(step):
-                _partial_gradients(
-                    (q_NTD, keys, values, grad_NTd), lse_NT, delta_NT, (dq_NTD, to_keys, to_values), pair, ring.attend
-                )
+                attention, mine, theirs = ring.of(pair)
+                grad, q, out, lse = (x[:, mine] for x in (grad_NTd, q_NTD, out_NTd, lse_NT))
+                dq, dk, dv = attention.gradients(grad, q, keys[:, theirs], values[:, theirs], out, lse)
+                dq_NTD[:, mine] += dq
+                to_keys[:, theirs] += dk
+                to_values[:, theirs] += dv
             if step:
                 gradient_BF = _pass_on(gradient_BF, ring, step).arrived()
             if passing is not None:
@@ -138,59 +145,9 @@ def _pass_on(block_BF: Tensor, ring: Round, step: int) -> _Passing:
     return _Passing(sent, coming, dist.batch_isend_irecv(operations) if operations else [])
 
 
-def _partial(q_NTD: Tensor, keys: Tensor, values: Tensor, pair: Pair, attend: SliceAttention) -> tuple[Tensor, Tensor]:
-    """Output [N, a, D'] of a pair's queries to its keys alone, and the log-sum-exp [N, a] of their scores."""
-    scores_Kgab = _scores(q_NTD, keys, pair, attend)
-    lse_Kga = scores_Kgab.logsumexp(-1)
-    weights = torch.exp(scores_Kgab - lse_Kga.masked_fill(lse_Kga == float("-inf"), 0.0)[..., None])
-    out = weights.flatten(1, 2) @ values[:, pair.key : pair.key + pair.keys].float()
-    return out.reshape(q_NTD.shape[0], pair.queries, -1), lse_Kga.flatten(0, 1)
-
-
-def _merge(out_NTd: Tensor, lse_NT: Tensor, pair: Pair, part_Nad: Tensor, part_lse_Na: Tensor) -> None:
-    """Adds a partial output to what the queries have seen before; in place."""
-    rows = slice(pair.query, pair.query + pair.queries)
+def _merge(out_NTd: Tensor, lse_NT: Tensor, rows: slice, part_Nad: Tensor, part_lse_Na: Tensor) -> None:
+    """Adds a partial output to what the queries of these rows have seen before; in place."""
     total_Na = torch.logaddexp(lse_NT[:, rows], part_lse_Na)
     kept, added = (torch.exp(lse - total_Na)[..., None] for lse in (lse_NT[:, rows], part_lse_Na))
     out_NTd[:, rows] = out_NTd[:, rows] * kept + part_Nad * added
     lse_NT[:, rows] = total_Na
-
-
-def _partial_gradients(
-    inputs: tuple[Tensor, ...],
-    lse_NT: Tensor,
-    delta_NT: Tensor,
-    gradients: tuple[Tensor, ...],
-    pair: Pair,
-    attend: SliceAttention,
-) -> None:
-    """Adds a pair's part to the gradients of queries [N, T, D], keys [K, B, D] and values [K, B, D']; in place.
-
-    With weights P = exp(scores − lse): dV = Pᵀ dO, dS = P ⊙ (dO Vᵀ − delta), dQ = dS K · scale, dK = dSᵀ Q · scale.
-    """
-    q_NTD, keys, values, grad_NTd = inputs
-    dq_NTD, to_keys, to_values = gradients
-    key_heads = keys.shape[0]
-    mine, theirs = slice(pair.query, pair.query + pair.queries), slice(pair.key, pair.key + pair.keys)
-
-    def by_key_head(x: Tensor) -> Tensor:
-        return x[:, mine].unflatten(0, (key_heads, -1)).flatten(1, 2)
-
-    lse, delta, queries, grad = (by_key_head(x) for x in (lse_NT, delta_NT, q_NTD.float(), grad_NTd))
-    weights = torch.exp(_scores(q_NTD, keys, pair, attend).flatten(1, 2) - lse[..., None])
-    to_values[:, theirs] += weights.transpose(1, 2) @ grad
-    d_scores = weights * (grad @ values[:, theirs].float().transpose(1, 2) - delta[..., None]) * attend.scale
-    to_keys[:, theirs] += d_scores.transpose(1, 2) @ queries
-    dq_NTD[:, mine] += (d_scores @ keys[:, theirs].float()).reshape(q_NTD.shape[0], pair.queries, -1)
-
-
-def _scores(q_NTD: Tensor, keys: Tensor, pair: Pair, attend: SliceAttention) -> Tensor:
-    """[K, g, a, b] scaled and masked scores in float32."""
-    queries = q_NTD[:, pair.query : pair.query + pair.queries].float().unflatten(0, (keys.shape[0], -1))
-    scores = queries @ keys[:, None, pair.key : pair.key + pair.keys].float().transpose(-2, -1) * attend.scale
-    if pair.ahead >= pair.keys and (attend.window is None or pair.ahead + pair.queries <= attend.window):
-        return scores
-    back = torch.arange(pair.queries, device=scores.device)[:, None] + pair.ahead
-    back = back - torch.arange(pair.keys, device=scores.device)
-    hidden = back < 0 if attend.window is None else (back < 0) | (back >= attend.window)
-    return scores.masked_fill(hidden, float("-inf"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gatewright.model.attention import Kernel, attend_each_document, attend_plain, attend_torch_varlen, choose_kernel
+from gatewright.model.attention import Kernel, attend_each_document, attend_plain, choose_kernel, torch_varlen
 from gatewright.probe.children import Wanted
 from gatewright.spec.errors import ModelError
 from gatewright.spec.probe import AttentionKernel
@@ -108,7 +108,7 @@ def kernels(device: torch.device) -> Iterator[tuple[Kernel, bool]]:
     if device.type != "cuda":
         return
     if "varlen_attn" not in chosen.name:
-        yield Kernel("torch varlen_attn", "", attend_torch_varlen, equal_widths=True), False
+        yield torch_varlen(""), False
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
         yield Kernel(f"sdpa {backend.name.lower()}", "", forced(backend)), False
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gatewright.model.attention_slices import attend_slices
+from gatewright.model.attention import choose_kernel
+from gatewright.model.attention_slices import SliceAttention, bounds_of
 from gatewright.packing.flops import ATTENTION_PASSES
 from gatewright.packing.schedule import mirrored
 from gatewright.packing.schedule_score import even_shares
@@ -100,8 +101,9 @@ def attention_s(heads: Heads, tokens: int, ranks: int, *, device: torch.device) 
     q = random(1, heads.query, sum(queries), heads.qk_dim, device=device)
     k = random(1, heads.key, sum(keys), heads.qk_dim, device=device)
     v = random(1, heads.key, sum(keys), heads.v_dim, device=device)
-    scale = heads.qk_dim**-0.5
-    return seconds(lambda: attend_slices(q, k, v, queries, keys, scale=scale), (q, k, v), device=device)
+    kernel, bounds = choose_kernel(device, q.dtype), bounds_of(queries, keys, device)
+    attend = SliceAttention(heads.qk_dim**-0.5, None, kernel.attend_slices, kernel.equal_widths)
+    return seconds(lambda: attend(q, k, v, bounds), (q, k, v), device=device)
 
 
 def fitted(timed: Mapping[tuple[int, int], float]) -> tuple[float, int, list[CostPoint]]:

@@ -21,7 +21,7 @@ def stand_in(kernel: Stand, *, multiprocessors: int = 132) -> Kernel:
     `multiprocessors` of the GPU decides the size of flash-attn's deterministic workspace (132: H100, H200).
     """
     if kernel == "flash":
-        return Kernel("flash-attn varlen", "stand-in", through_flash(_flash_varlen(multiprocessors)), equal_widths=True)
+        return through_flash(_flash_varlen(multiprocessors), name="flash-attn varlen", reason="stand-in")
     return Kernel("torch varlen_attn", "stand-in", _attend_torch_varlen, equal_widths=True)
 
 
@@ -39,7 +39,7 @@ def _flash_varlen(multiprocessors: int) -> Callable[..., Tensor]:
 def _attend_torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """As model.attention.attend_torch_varlen, which runs flash-attn's kernels without their deterministic mode."""
+    """As model.attention.torch_varlen, which runs flash-attn's kernels without their deterministic mode."""
     q_TND, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q, k, v))
     return FlashMemory.apply(q_TND, k_TKD, v_TKD, len(cu_seqlens) - 1, 1)[None]
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gatewright.data.batch import Batch
 from gatewright.data.loader import Cut, Loader
 from gatewright.data.view import DocumentView
+from gatewright.model.attention_blocks import flash_error
 from gatewright.model.per_document import describe
 from gatewright.packing.cost import (
     BYTES,
@@ -219,6 +220,8 @@ def prove_context(model: PreTrainedModel, ranks: Ranks, *, exchanges: Sequence[N
     tokens_T = torch.tensor([1 + (11 * i) % (vocab - 1) for i in range(length)])
     whole_TH = hidden_states(model, _batch(tokens_T, [Slice(0, 0, length)]).to(ranks.device))
     heads = heads_of(model.config)
+    if "ring" in exchanges:
+        _prove_ring(heads, dtype=whole_TH.dtype, ranks=ranks)
     for name in dict.fromkeys(("moved", *exchanges)):
         # Heads are dealt to as many ranks as divide them; each such group then has a document of its own.
         size = ranks.size if name != "heads" else _most_ranks(heads, ranks.size)
@@ -235,6 +238,19 @@ def prove_context(model: PreTrainedModel, ranks: Ranks, *, exchanges: Sequence[N
                 f"a whole one (exchange {name}; they differ by {worst:.1e}): some layer looks along the row past the "
                 "attention seam; set parallel.cp: 1"
             )
+
+
+def _prove_ring(heads: Heads, *, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Its kernels are called below torch's public interface: what they make is held to the formula."""
+    worst = flash_error(
+        query_heads=heads.query_heads or heads.key_heads, key_heads=heads.key_heads,
+        widths=(heads.qk_dim, heads.v_dim), dtype=dtype, device=ranks.device,
+    )  # fmt: skip
+    if ranks.any(not worst <= TOLERANCE[dtype]):
+        raise ModelError(
+            f"parallel.exchange: ring: torch's flash attention gives other outputs or gradients than its formula on "
+            f"this device (they differ by {worst:.1e}); set auto, moved, gathered or heads"
+        )
 
 
 def _most_ranks(heads: Heads, ranks: int) -> int:

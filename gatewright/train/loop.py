@@ -23,6 +23,7 @@ from gatewright.train.deadline import Deadline
 from gatewright.train.device import device_name, pick_device, versions
 from gatewright.train.events import EventLog
 from gatewright.train.folder import open_run_folder
+from gatewright.train.heap import return_large_blocks
 from gatewright.train.output import output_folder
 from gatewright.train.resume import prove_resume
 from gatewright.train.session import Session
@@ -44,6 +45,8 @@ def train(run: Run, *, console: Console, why: str = "as the run file says", yard
     """
     place = find_place()
     layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
+    if device.type == "cpu":
+        return_large_blocks()
     with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks:
         return _train(run, ranks, console=console, why=why, yardstick=yardstick)
 

@@ -39,6 +39,7 @@ from gatewright.train.context import context_parallel, cut_of, exchanges_of, pro
 from gatewright.train.device import pick_device
 from gatewright.train.eight_bit import left_in_float32
 from gatewright.train.evaluate import Question, questions_of
+from gatewright.train.heap import return_free_pages
 from gatewright.train.optim import Named, build_optimizer, together, trainable
 from gatewright.train.place_experts import place_experts
 from gatewright.train.prove import prove_head, prove_isolation
@@ -214,6 +215,7 @@ def _prepare_model(
     if context_parallel(run) and not ranks.alone:
         assert isinstance(run.parallel, Parallel)
         prove_context(model, ranks, exchanges=exchanges_of(run.parallel.exchange))
+    return_free_pages()  # what reading and proving took
 
     experts = find_experts(model)
     config = model.config.get_text_config().to_dict()

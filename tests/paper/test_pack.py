@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack import lower_bound, martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack_bulk import fill_in_bulk
 from gatewright.packing.pack_exact import fill_exactly
 
 
@@ -78,6 +79,53 @@ def test_packs_that_best_fit_leaves_gaps_in_are_filled_exactly():
     assert len(pack(middling, 2000)) < len(pack(middling, 2000, thorough=False))
 
 
+def shapes(documents, capacity):
+    """Larger sets: smooth, clipped, in two humps, with heavy ties, of powers of two, without short documents."""
+    rng = np.random.default_rng([documents, capacity])
+    drawn = {
+        "chat": rng.lognormal(np.log(280), 1.0, documents),
+        "long tail": 16 + 0.01 * capacity * rng.pareto(1.2, documents),
+        "uniform": rng.integers(1, capacity + 1, documents),
+        "two humps": np.where(rng.random(documents) < 0.2, rng.normal(0.7, 0.1, documents), 0.1) * capacity,
+        "ties": rng.choice([1, 7, capacity // 50, capacity // 9, capacity // 3 + 1, capacity], documents),
+        "powers": 2.0 ** rng.integers(0, int(np.log2(capacity)) + 1, documents),
+        "one length": np.full(documents, capacity // 11),
+        "no short ones": rng.uniform(0.15 * capacity, 0.55 * capacity, documents),
+    }
+    return {name: np.clip(lengths, 1, capacity).astype(np.int64) for name, lengths in drawn.items()}
+
+
+@pytest.mark.parametrize("capacity", [500, 4096, 32768, 131_072])
+def test_sets_of_any_shape_never_take_more_packs_than_best_fit(capacity):
+    for lengths in shapes(3000, capacity).values():
+        # A limit that no pack can reach: placed one by one, nothing else.
+        best_fit = pack(lengths, capacity, max_documents=capacity)
+        for seed in (None, 1):
+            packs = pack(lengths, capacity, seed=seed, thorough=False)
+            check(packs, lengths)
+            assert packs.lower_bound <= len(packs) <= len(best_fit)
+        again = pack(lengths, capacity, seed=1, thorough=False)
+        assert np.array_equal(again.order, packs.order) and np.array_equal(again.offsets, packs.offsets)
+
+
+def test_filling_in_bulk_finds_a_place_for_every_document_or_says_that_it_did_not():
+    reached = []
+    for capacity in (500, 4096, 32768, 131_072):
+        for name, lengths in shapes(5000, capacity).items():
+            longest_first = np.sort(lengths)[::-1]
+            bound = lower_bound(lengths, capacity)
+            pack_N = fill_in_bulk(longest_first, capacity, bound)
+            if pack_N is not None:
+                held = np.bincount(pack_N, longest_first)
+                assert len(pack_N) == 5000 and len(held) == bound and 0 < held.min() <= held.max() <= capacity
+                reached.append((name, capacity))
+    assert {("chat", 32768), ("long tail", 32768), ("chat", 131_072)} <= set(reached)
+    assert ("no short ones", 4096) not in reached
+    assert fill_in_bulk(np.array([5, 5, 4, 4, 4, 4]), 14, 2).tolist() == [0, 0, 0, 1, 1, 1]
+    # The tokens would fit, but neither pack has room for the 4 beside a 6.
+    assert fill_in_bulk(np.array([6, 6, 4, 1]), 9, 2) is None
+
+
 def test_limit_on_documents_in_a_pack():
     for lengths, capacity in CASES[::3]:
         for limit in (1, 2, 5):
@@ -92,13 +140,48 @@ def test_limit_on_documents_in_a_pack():
 def test_bounds_are_below_every_packing_and_tight_where_that_can_be_seen():
     for lengths, capacity in CASES:
         l1, l2 = sum_bound(lengths, capacity), martello_toth_bound(lengths, capacity)
-        assert l1 <= l2 <= len(pack(lengths, capacity))
+        assert l1 <= l2 <= lower_bound(lengths, capacity) <= len(pack(lengths, capacity))
     over_half = np.array([6, 6, 6, 6])
     assert (sum_bound(over_half, 10), martello_toth_bound(over_half, 10)) == (3, 4)
     # Two packs of 7 leave 3 each, too little for a 4: the 4s need a third pack.
     beside = np.array([7, 7, 4, 4])
     assert (sum_bound(beside, 10), martello_toth_bound(beside, 10)) == (3, 3)
     assert martello_toth_bound(np.array([7, 7, 7, 4, 4]), 10) == 4
+
+
+def fewest_packs(lengths, capacity):
+    """By trying everything: each document, longest first, into every pack that has room, or a new one."""
+    best = len(lengths)
+
+    def place(k, rooms):
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if k == len(lengths):
+            best = len(rooms)
+            return
+        for room in {r for r in rooms if r >= lengths[k]}:
+            place(k + 1, [*rooms[: rooms.index(room)], *rooms[rooms.index(room) + 1 :], room - lengths[k]])
+        place(k + 1, [*rooms, capacity - lengths[k]])
+
+    place(0, [])
+    return best
+
+
+def test_no_packing_at_all_is_below_the_bounds():
+    rng = np.random.default_rng(9)
+    tight = 0
+    for _ in range(300):
+        capacity = int(rng.integers(5, 30))
+        low = int(rng.integers(1, capacity // 2 + 1))
+        lengths = np.sort(rng.integers(low, low + rng.integers(1, capacity // 2), rng.integers(1, 9)))[::-1]
+        fewest = fewest_packs(lengths.tolist(), capacity)
+        assert martello_toth_bound(lengths, capacity) <= lower_bound(lengths, capacity) <= fewest
+        assert fewest <= len(pack(lengths, capacity))
+        tight += martello_toth_bound(lengths, capacity) < lower_bound(lengths, capacity)
+    assert tight > 3
+    # A third document of 4 never fits into 11: five need three packs, though two would hold their tokens.
+    assert (martello_toth_bound(np.full(5, 4), 11), lower_bound(np.full(5, 4), 11)) == (2, 3)
 
 
 def martello_toth_by_definition(lengths, capacity):

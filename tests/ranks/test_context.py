@@ -9,7 +9,7 @@ import torch.distributed as dist
 from processes import on_ranks
 from torch import Tensor
 
-from gatewright.model.attention_slices import SliceAttention, attend_slices
+from gatewright.model.attention_slices import SliceAttention, attend_each_slice, bounds_of
 from gatewright.packing.cost import CostModel
 from gatewright.packing.exchange_cost import Name, aligned_size
 from gatewright.packing.exchange_plan import plan
@@ -20,6 +20,7 @@ from gatewright.parallel.place import Place
 from gatewright.parallel.ranks import Ranks, join_ranks
 from gatewright.train.context import context_of
 
+CPU = torch.device("cpu")
 WIDTH, VALUE_WIDTH = 8, 6
 COSTS = CostModel(token_s=1e-6, attention_s=1e-9, near_s=1e-9, far_s=1e-9, hop_s=1e-9, slot_s=1e-5, ranks_per_node=8)
 Slices = list[list[Slice]]
@@ -85,8 +86,8 @@ def on_one(slices: Slices, window: int | None) -> list[dict[int, Tensor]]:
     for number in q:
         leaves = [one[number].clone().requires_grad_() for one in (q, k, v)]
         heads_first = [leaf.transpose(0, 1)[None] for leaf in leaves]
-        length = [len(q[number])]
-        out = attend_slices(*heads_first, length, length, scale=0.3, window=window)[0]
+        bounds = bounds_of([len(q[number])], [len(q[number])], CPU)
+        out = attend_each_slice(*heads_first, bounds, 0.3, window)[0]
         out.backward(grad[number])
         for slot, tensor in enumerate([out.detach(), *(leaf.grad for leaf in leaves)]):
             assert tensor is not None
@@ -108,17 +109,17 @@ def on_this_rank(
     torch.set_num_threads(1)
     results: dict[Name, list[list[Tensor]]] = {name: [] for name in EXCHANGES}
     groups = []
-    with join_ranks(place, Layout(ranks=place.size, cuts=True), device=torch.device("cpu"), timeout_s=60) as ranks:
+    with join_ranks(place, Layout(ranks=place.size, cuts=True), device=CPU, timeout_s=60) as ranks:
         for slices in many:
             held = slices[place.rank]
             for name in EXCHANGES:
                 q, k, v, grad = (rows_of(held, one) for one in made(slices))
                 leaves = [one.clone().requires_grad_() for one in (q, k, v)]
                 heads_first = [leaf.transpose(0, 1)[None] for leaf in leaves]
-                attend = SliceAttention(0.3, window)
+                attend = SliceAttention(0.3, window, attend_each_slice, equal_widths=False)
                 if (context := exchange_of(name, slices, ranks)) is None:
                     lengths = [piece.end for piece in held]
-                    out = attend(*heads_first, lengths, lengths)[0]
+                    out = attend(*heads_first, bounds_of(lengths, lengths, CPU))[0]
                 else:
                     out = context(*heads_first, attend)[0]
                 out.backward(grad)
@@ -149,7 +150,7 @@ def test_slices_attend_as_whole_documents_do(tmp_path: Path, ranks: int, window:
 
 
 def sizes_on_this_rank(place: Place) -> dict[int, list[int]]:
-    with join_ranks(place, Layout(ranks=place.size, cuts=True), device=torch.device("cpu"), timeout_s=60) as ranks:
+    with join_ranks(place, Layout(ranks=place.size, cuts=True), device=CPU, timeout_s=60) as ranks:
         assert ranks.pool is not None
         return {size: dist.get_process_group_ranks(ranks.pool.of(size)) for size in ranks.pool.sizes}
 
