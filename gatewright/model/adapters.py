@@ -180,7 +180,10 @@ def _adapt_experts(
     experts = model.get_submodule(path)
     shapes = {name: shape for name, shape in lora_shapes(experts).items() if name in {t.weight for t in targets}}
     device = experts._parameters["down_proj"].device
-    lora = ExpertLora(shapes, adapter.rank, adapter.scale, device, chosen=chosen, dropout=adapter.dropout)
+    lora = ExpertLora(
+        shapes, adapter.rank, adapter.scale, device,
+        chosen=chosen, held=experts.gatewright_held, dropout=adapter.dropout,
+    )  # fmt: skip
     for name, a_CrI in lora.A.items():
         for place, expert in enumerate(lora.numbers):
             key = f"{path}.{experts.gatewright_held[expert]}.{name}.lora_A"

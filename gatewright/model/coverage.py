@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,9 +18,10 @@ FILE = "coverage.json"
 
 Row = dict[str, int | str | bool]
 
-BYTES_8BIT = 2 * (1 + 4 / 256)
-"""adamw8bit: two moments of one byte, a float32 scale for 256 of them; tensors under 4,096 elements stay float32."""
-SMALL_8BIT = 4096
+SMALL_8BIT, BLOCK_8BIT = 4096, 256
+"""adamw8bit: tensors under so many elements keep their moments in float32; of others so many share a scale."""
+BYTES_8BIT = 2 * (1 + 4 / BLOCK_8BIT)
+"""Of an element's moments: a byte each, and its part of two float32 scales."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,15 +49,15 @@ class Coverage:
 
 
 def coverage(
-    model: PreTrainedModel, *, optimizer: str, spread: Mapping[str, int] = MappingProxyType({})
+    model: PreTrainedModel, *, optimizer: str, whole: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 ) -> list[Coverage]:
     """What trains, a row for each role and layer, in the model's order of layers. `optimizer`: train.optimizer.
 
-    `spread`: name of a parameter -> how many ranks hold a part of it like this rank's; counts are of the whole model.
+    `whole`: name of a parameter that is this rank's part of one -> the shape of that; counts are of the whole model.
     Raises ModelError where an adapter stands beside a weight, yet does not train.
     """
     roles = parameter_roles(model)
-    loras = {name.removesuffix(f".{LORA}"): m for name, m in model.named_modules() if isinstance(m, ExpertLora)}
+    loras = {name.removesuffix(f".{LORA}") for name, m in model.named_modules() if isinstance(m, ExpertLora)}
     rows: dict[tuple[str, int], Coverage] = {}
     changed: dict[tuple[str, int], set[str]] = {}
     for name, parameter in model.named_parameters():
@@ -63,9 +65,11 @@ def coverage(
         layer, role = layer_of(bare), roles[name]
         key = (role, -1 if layer is None else layer)
         row = rows.setdefault(key, Coverage(role=role, layer=layer))
+        shape = whole.get(name, tuple(parameter.shape))
+        count = prod(shape)
         if not is_adapter:
             row.of_weights += 1
-            row.parameters += parameter.numel() * spread.get(name, 1)
+            row.parameters += count
         elif not parameter.requires_grad:
             raise ModelError(f"{name} is an adapter that does not train; this is a fault of the program")
         if not parameter.requires_grad:
@@ -73,15 +77,14 @@ def coverage(
         changed.setdefault(key, set()).add(bare)
         row.weights = len(changed[key])
         row.trains = _how(row.trains, "adapter" if is_adapter else "full")
-        times = spread.get(name, 1)
-        row.trainable_parameters += parameter.numel() * times
-        row.weight_bytes += parameter.nbytes * times
-        row.gradient_bytes += parameter.nbytes * times
-        row.optimizer_bytes += _optimizer_bytes(parameter, optimizer) * times
+        row.trainable_parameters += count
+        row.weight_bytes += count * parameter.itemsize
+        row.gradient_bytes += count * parameter.itemsize
+        row.optimizer_bytes += _optimizer_bytes(count, parameter.itemsize, optimizer)
         if is_adapter:
             row.rank = _rank(name, parameter)
-        if lora := loras.get(bare.rpartition(".")[0]):
-            row.experts = len(lora.numbers) * times
+        if bare.rpartition(".")[0] in loras:
+            row.experts = shape[0]
     return sorted(rows.values(), key=lambda row: (ROLES.index(row.role), -1 if row.layer is None else row.layer))
 
 
@@ -134,9 +137,8 @@ def _rank(name: str, parameter: nn.Parameter) -> int:
     return parameter.shape[-2] if is_a else parameter.shape[-1]
 
 
-def _optimizer_bytes(parameter: nn.Parameter, optimizer: str) -> int:
+def _optimizer_bytes(count: int, itemsize: int, optimizer: str) -> int:
     """Two moments, in the weight's own type; torch keeps a float32 step beside them."""
-    count = parameter.numel()
     if optimizer == "adamw8bit":
         return round(count * BYTES_8BIT) if count >= SMALL_8BIT else 8 * count
-    return 2 * parameter.nbytes + 4
+    return 2 * count * itemsize + 4

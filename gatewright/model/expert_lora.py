@@ -18,7 +18,8 @@ class ExpertLora(nn.Module):
 
     `A[name]`: [C, r, in], `B[name]`: [C, out, r], float32, for some or all of the experts module's own weight names
     (gate_up_proj or up_proj, down_proj). B starts at zero. With `chosen`, only those experts have pairs: the others
-    cost no weight, no gradient and no optimizer state.
+    cost no weight, no gradient and no optimizer state. Where ranks divide the experts, each has the pairs of its own;
+    that may be none.
     """
 
     def __init__(
@@ -29,16 +30,26 @@ class ExpertLora(nn.Module):
         device: torch.device,
         *,
         chosen: Sequence[int] | None = None,
+        held: Sequence[int] | None = None,
         dropout: float = 0.0,
     ) -> None:
-        """`shapes`: name -> (E, out, in). `chosen`: the adapted experts in rising order; None: all."""
+        """`shapes`: name -> (E, out, in). `chosen`: the layer's adapted experts in rising order; None: all.
+
+        `held`: the numbers of the E experts of this rank; None: it has all.
+        """
         super().__init__()
         self.rank = rank
         self.scale = scale
         self.dropout = dropout
         self.experts = next(iter(shapes.values()))[0]
-        self.chosen = None if chosen is None else tuple(chosen)
-        self.register_buffer("chosen_C", torch.tensor(self.numbers, device=device), persistent=False)
+        self.adapted = None if chosen is None else tuple(chosen)
+        """Of all the layer's experts, on whichever rank, those that have a pair; None: all."""
+        self.chosen = self.adapted
+        """Of the E experts here, counted from 0, those that have a pair; None: all."""
+        if chosen is not None and held is not None:
+            self.chosen = tuple(place for place, expert in enumerate(held) if expert in chosen)
+        chosen_C = torch.tensor(self.numbers, dtype=torch.int64, device=device)
+        self.register_buffer("chosen_C", chosen_C, persistent=False)
         self.A = nn.ParameterDict()
         self.B = nn.ParameterDict()
         count = len(self.numbers)
@@ -48,7 +59,7 @@ class ExpertLora(nn.Module):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The experts that have a pair, in the order of A and B."""
+        """The experts here that have a pair, counted from 0, in the order of A and B."""
         return tuple(range(self.experts)) if self.chosen is None else self.chosen
 
     def update(self, expert_S: Tensor, ends_E: Tensor) -> "Update":

@@ -11,7 +11,7 @@ in few bits (model/quantized_divided.py).
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from gatewright.model.quantized import QuantizedWeight
 from gatewright.model.quantized_divided import Shares
 from gatewright.model.quantized_load import Divide
 from gatewright.model.roles import head_is_tied, parameter_roles
-from gatewright.parallel.collect import divided_stacks, expert_stacks
+from gatewright.parallel.collect import Stack, divided_stacks, expert_stacks
 from gatewright.parallel.collectives import all_gather, count_fsdp
 from gatewright.parallel.dispatch import Dispatch
 from gatewright.parallel.gradients import Bucket, Gradients, Named, Share
@@ -165,7 +165,7 @@ def divide_added(model: PreTrainedModel, ranks: Ranks) -> Callable[[str], None] 
         added: dict[nn.Module | None, list[Place]] = {}
         for inner, module in model.get_submodule(path).named_modules(prefix=path):
             for name, weight in module.named_parameters(recurse=False):
-                if not isinstance(weight, DTensor | QuantizedWeight):
+                if weight.numel() and not isinstance(weight, DTensor | QuantizedWeight):
                     added.setdefault(_divided_with(model, inner), []).append((module, name))
         for owner, places in added.items():
             mesh = ranks.with_copies("edp" if ranks.layout.ep > 1 and owner in experts else SHARD)
@@ -205,23 +205,26 @@ def _gather_alone(places: Sequence[Place], mesh: DeviceMesh) -> None:
             gather_on_use(module)
 
 
-def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks) -> Gradients:
-    """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed."""
+def spread_gradients(model: PreTrainedModel, parameters: Named, ranks: Ranks, *, unit: int = 1) -> Gradients:
+    """Decides for every weight that trains who updates which elements, and in which buckets gradients are summed.
+
+    `unit`: elements that ZeRO-2 keeps together.
+    """
     if ranks.alone:
         whole = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
         return Gradients([Share(name=n, weight=p, owned=p, piece=whole[n]) for n, p in parameters.items()], [], ranks)
-    divided, orders = divided_stacks(model, ranks), expert_stacks(model, ranks)
+    divided, stacks = divided_stacks(model, ranks), expert_stacks(model, ranks)
     shares: list[Share] = []
     alike: dict[tuple[object, ...], list[Grouped]] = {}
     for name, weight in parameters.items():
         if isinstance(weight, DTensor):
-            shares.append(_cut_share(name, weight, ranks, order=orders.get(name)))
+            shares.append(_cut_share(name, weight, ranks, stack=stacks.get(name), own=name in divided))
             continue
-        share, shard, copies = _plain_share(name, weight, ranks, order=divided.get(name))
+        share, shard, copies = _plain_share(name, weight, ranks, stack=divided.get(name), unit=unit)
         shares.append(share)
-        if shard or copies:
+        if weight.numel() and (shard or copies):  # none of the chosen experts: nor has a rank with the same experts
             alike.setdefault((weight.dtype, shard, *copies), []).append((share, shard, copies))
-    return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group)], ranks)
+    return Gradients(shares, [bucket for group in alike.values() for bucket in _buckets(group, unit=unit)], ranks)
 
 
 def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
@@ -233,53 +236,57 @@ def _cut_rows(module: nn.Module, rows: int, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
-def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, order: Sequence[int] | None) -> Grouped:
+def _plain_share(name: str, weight: nn.Parameter, ranks: Ranks, *, stack: Stack | None, unit: int) -> Grouped:
     """The share of a weight that FSDP does not manage, who divides its sum, and who else gets it.
 
-    `order`: the experts of the whole stack as ranks hold them, where the weight is this rank's part of one.
+    `stack`: how ranks hold the whole, where the weight is this rank's part of a stack of experts.
     """
-    layout = ranks.layout
-    row = prod(weight.shape[1:])
-    begin = 0 if order is None else ranks.position("ep") * weight.shape[0] * row
-    shape = tuple(weight.shape) if order is None else (len(order), *weight.shape[1:])
-    within = "edp" if order is not None else SHARD
+    layout, row = ranks.layout, prod(weight.shape[1:])
+    begin = 0 if stack is None else stack.first(ranks.position("ep")) * row
+    shape = tuple(weight.shape) if stack is None else (len(stack.order), *weight.shape[1:])
+    within = SHARD if stack is None else "edp"
     sharing = ranks.part(within).size() if layout.dense != "replicate" else 1
-    holders = layout.ranks // (1 if order is None else layout.ep) // sharing
+    holders = layout.ranks // (1 if stack is None else layout.ep) // sharing
     piece = Piece(
-        shape=shape, begin=begin, end=begin + weight.numel(), order=order, holders=holders,
+        shape=shape, begin=begin, end=begin + weight.numel(), order=None if stack is None else stack.order,
+        grain=0 if stack is None else row, holders=holders,
         writes=ranks.position("copy") == 0 and (sharing > 1 or ranks.position(within) == 0),
     )  # fmt: skip
     copies = [ranks.part("copy").get_group()] if layout.copies > 1 else []
     if sharing == 1:
         copies = [ranks.part(within).get_group()] * (ranks.part(within).size() > 1) + copies
         return Share(name=name, weight=weight, owned=weight, piece=piece), None, copies
-    first, last = piece.cut(sharing, ranks.position(within))
+    first, last = piece.cut(sharing, ranks.position(within), unit=unit)
     owned = nn.Parameter(weight.data.view(-1)[first:last], requires_grad=weight.requires_grad)
-    piece = replace(piece, begin=begin + first, end=begin + last)
+    piece = replace(piece, begin=begin + first, end=begin + last, grain=gcd(piece.grain, unit))
     return Share(name=name, weight=weight, owned=owned, piece=piece), ranks.part(within).get_group(), copies
 
 
-def _cut_share(name: str, weight: DTensor, ranks: Ranks, *, order: Sequence[int] | None) -> Share:
-    """The share of a weight that is cut along its first axis, by FSDP or for the head; `order`: as above."""
+def _cut_share(name: str, weight: DTensor, ranks: Ranks, *, stack: Stack | None, own: bool) -> Share:
+    """The share of a weight that is cut along its first axis, by FSDP or for the head; `stack`: as above.
+
+    `own`: whether it is an adapter of this rank's experts alone, cut over the ranks that hold the same ones.
+    """
     (rows, *_), (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    row, count = prod(weight.shape[1:]), len(weight) if order is None else len(order)
-    if count > len(weight):  # an adapter of this rank's experts, cut over the ranks that hold the same ones
-        first += ranks.position("ep") * len(weight)
+    row, rows_each = prod(weight.shape[1:]), -(-weight.shape[0] // ranks.layout.shard)
+    first += stack.first(ranks.position("ep")) if stack and own else 0
     piece = Piece(
-        shape=(count, *weight.shape[1:]), begin=first * row, end=(first + rows) * row, order=order,
+        shape=tuple(weight.shape) if stack is None else (len(stack.order), *weight.shape[1:]),
+        begin=first * row, end=(first + rows) * row,
+        order=None if stack is None else stack.order, grain=row * (rows_each if stack is None else 1),
         holders=ranks.layout.copies, writes=ranks.position("copy") == 0,
     )  # fmt: skip
     owned = nn.Parameter(weight.to_local().detach(), requires_grad=weight.requires_grad)
     return Share(name=name, weight=weight, owned=owned, piece=piece)
 
 
-def _buckets(alike: list[Grouped]) -> list[Bucket]:
+def _buckets(alike: list[Grouped], *, unit: int) -> list[Bucket]:
     """Cut into collectives; the model's last weights first, as the backward pass makes their gradients first."""
     buckets: list[Bucket] = []
     size = BUCKET_ELEMENTS
     for share, shard, copies in reversed(alike):
         if size >= BUCKET_ELEMENTS:
-            buckets.append(Bucket(shares=[], shard=shard, copies=copies))
+            buckets.append(Bucket(shares=[], shard=shard, copies=copies, unit=unit))
             size = 0
         buckets[-1].shares.append(share)
         size += share.weight.numel()

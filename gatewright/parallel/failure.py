@@ -2,6 +2,7 @@
 
 The first rank to fail writes its reason into the store that the ranks met at. The others learn of it where a
 collective breaks, or, if they hang in one, from a thread that looks there every second; they end without a word.
+While ranks connect, that thread also looks for signs of life (alive.py), and writes the reason for a rank that died.
 """
 
 import os
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
+from gatewright.parallel import alive
+from gatewright.parallel.alive import Signs
 from gatewright.parallel.meeting import Meeting
 from gatewright.spec.errors import EndedByRank, GatewrightError, RankLost
 
@@ -64,7 +67,7 @@ class _Watch:
     """Looks for another rank's failure, and tells of this one's."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+        self.meeting, self.signs = meeting, Signs(meeting)
         self.ended = threading.Event()
         self.seen: Failure | None = None
         """The first failure of another rank."""
@@ -105,7 +108,13 @@ class _Watch:
         rank = self.meeting.place.rank
         while not self.ended.wait(LOOK_EVERY_S):
             try:
-                said = self.meeting.said(FAILED)
+                said, missed = self.meeting.said(FAILED), self.signs.missed()
+                if said is None and missed is not None:
+                    mine = Failure(rank, RankLost.exit_code, _silent(missed))
+                    said = self.meeting.first_word(FAILED, asdict(mine))
+                    if said == asdict(mine):
+                        self._end_by_force(mine.exit_code, f"error: rank {rank}: {mine.reason}")
+                        return
             except (RuntimeError, ValueError):
                 self._end_by_force(1, f"error: rank {rank}: rank 0 has gone, and with it the ranks' store")
                 return
@@ -126,6 +135,11 @@ def _is_lost_contact(error: BaseException) -> bool:
     """Whether a collective broke, rather than our own code."""
     texts = ("gloo", "Connection", "NCCL", "Timed out", "timeout", "ProcessGroup", "Socket")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _silent(rank: int) -> str:
+    patience = f"{alive.SILENCE_S:.0f} s"
+    return f"rank {rank} came, and then was not heard of for {patience} while ranks connected; look into its log"
 
 
 def _lost(meeting: Meeting, error: BaseException) -> str:

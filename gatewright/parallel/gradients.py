@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from gatewright.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from gatewright.parallel.pieces import Piece
+from gatewright.parallel.pieces import Piece, share_elements
 from gatewright.parallel.ranks import Ranks
 
 Named = dict[str, nn.Parameter]
@@ -46,6 +46,8 @@ class Bucket:
     """Ranks that divide the sum among them."""
     copies: list[dist.ProcessGroup]
     """Ranks that all get the sum, one group after the other."""
+    unit: int
+    """The sum is divided at multiples of so many elements."""
     waiting: set[str] = field(default_factory=set)
     """Names whose gradient this backward pass has yet to make."""
 
@@ -57,7 +59,7 @@ class Bucket:
     @property
     def part_elements(self) -> list[int]:
         """Of each share: its elements over the ranks, rounded up."""
-        return [-(-share.weight.numel() // self.parts) for share in self.shares]
+        return [share_elements(share.weight.numel(), ranks=self.parts, unit=self.unit) for share in self.shares]
 
 
 class Gradients:

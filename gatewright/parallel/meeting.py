@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ from gatewright.spec.errors import RankLost
 
 LOOK_EVERY_S = 0.05
 ROOT = "gatewright"
+HERE = "here"
+"""Topic: who has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,9 @@ class Meeting:
 
     def wait_for_all(self, *, timeout_s: float) -> None:
         """Returns when every rank has come. Raises RankLost, with their numbers, where some have not."""
-        self.leave("here", None)
-        if self._count("here", patience_s=timeout_s) < self.place.size:
-            missing = [rank for rank in range(self.place.size) if not self.store.check([self._key("here", rank)])]
+        self.leave(HERE, None)
+        if self._count(HERE, patience_s=timeout_s) < self.place.size:
+            missing = [rank for rank in range(self.place.size) if not self.store.check([self._key(HERE, rank)])]
             raise RankLost(
                 f"rank {', '.join(map(str, missing))} of {self.place.size} had not come after {timeout_s:.0f} s "
                 "(parallel.timeout_s): look into its log, and whether it was started"
@@ -40,7 +43,7 @@ class Meeting:
 
     def left(self, topic: str) -> list[Any] | None:
         """What every rank left, by rank; None while one has not yet. It is gone afterwards."""
-        if self.store.add(f"{ROOT}/{topic}/count", 0) < self.place.size:
+        if not self.all_in(topic):
             return None
         keys = [self._key(topic, rank) for rank in range(self.place.size)]
         values = [json.loads(self.store.get(key)) for key in keys]
@@ -51,6 +54,10 @@ class Meeting:
     def count_in(self, topic: str) -> None:
         """Counts this rank among those that a topic has reached."""
         self.store.add(f"{ROOT}/{topic}/count", 1)
+
+    def all_in(self, topic: str) -> bool:
+        """Whether every rank is counted in."""
+        return bool(self.store.add(f"{ROOT}/{topic}/count", 0) >= self.place.size)
 
     def outlast(self, topic: str, *, patience_s: float) -> None:
         """Waits until every rank is counted in; the store may live in the process that does."""
@@ -75,6 +82,18 @@ class Meeting:
             return {rank: int(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         except (RuntimeError, ValueError):
             return {}
+
+    def sign(self, text: str) -> None:
+        """Leaves a sign of life, in place of the last one."""
+        self.store.set(self._key("alive", self.place.rank), text)
+
+    def signs(self, ranks: Iterable[int]) -> list[str]:
+        """The last sign of each of these ranks, all of which have left one."""
+        return [sign.decode() for sign in self.store.multi_get([self._key("alive", rank) for rank in ranks])]
+
+    def own_connection(self) -> dist.Store:
+        """The store for one who waits inside it: nobody else can speak through a connection that waits."""
+        return self.store.clone()
 
     def _count(self, topic: str, *, patience_s: float) -> int:
         """Ranks counted in: all of them, or as many as have come in that time."""

@@ -10,6 +10,28 @@ from dataclasses import dataclass
 from math import prod
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some elements of a tensor of `shape`, in its own row order: runs [begin, end), one after the other."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, as one process would hold it."""
+    runs: list[tuple[int, int]]
+
+    @property
+    def elements(self) -> int:
+        return sum(end - begin for begin, end in self.runs)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the tensor as it is."""
+        return self.runs == [(0, prod(self.shape))]
+
+    def in_blocks(self, size: int) -> "Part":
+        """The same in blocks of so many elements, those of which it has only some included."""
+        return Part((-(-prod(self.shape) // size),), [(begin // size, -(-end // size)) for begin, end in self.runs])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Elements [begin, end) of a tensor of `shape`, in row order, its rows in `order`."""
@@ -20,6 +42,8 @@ class Piece:
     end: int
     order: Sequence[int] | None = None
     """The row of the tensor that lies at each position of the first axis; None: each in its own place."""
+    grain: int = 0
+    """Ranks cut the tensor at multiples of so many of its elements only; 0: nowhere."""
     holders: int = 1
     """Ranks that hold this very piece."""
     writes: bool = True
@@ -30,10 +54,10 @@ class Piece:
         return self.end - self.begin
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """The piece as runs [begin, end) of the tensor in its own order, one after the other."""
+    def part(self) -> Part:
+        """The same in the tensor's own order."""
         if self.order is None:
-            return [(self.begin, self.end)]
+            return Part(self.shape, [(self.begin, self.end)])
         row, at = prod(self.shape[1:]), self.begin
         runs: list[tuple[int, int]] = []
         while at < self.end:
@@ -44,21 +68,14 @@ class Piece:
             else:
                 runs.append((begin, begin + elements))
             at += elements
-        return runs
+        return Part(self.shape, runs)
 
-    @property
-    def whole(self) -> bool:
-        return self.elements == prod(self.shape)
-
-    @property
-    def rows(self) -> tuple[int, ...] | None:
-        """Its own shape where it is a run of whole rows of the first axis, otherwise None."""
-        row = prod(self.shape[1:])
-        if not self.shape or self.begin % max(row, 1) or self.end % max(row, 1):
-            return None
-        return (self.elements // max(row, 1), *self.shape[1:])
-
-    def cut(self, ranks: int, rank: int) -> tuple[int, int]:
-        """(begin, end) within this piece of the share of one of `ranks`: equal, but the last may be short or empty."""
-        share = -(-self.elements // ranks)
+    def cut(self, ranks: int, rank: int, *, unit: int) -> tuple[int, int]:
+        """(begin, end) within this piece of the share of one of `ranks`; the last may be short or empty."""
+        share = share_elements(self.elements, ranks=ranks, unit=unit)
         return min(rank * share, self.elements), min((rank + 1) * share, self.elements)
+
+
+def share_elements(elements: int, *, ranks: int, unit: int) -> int:
+    """Elements of the first rank's share, a multiple of `unit`: all have as many, while there are enough."""
+    return -(-elements // (ranks * unit)) * unit

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gatewright.parallel.alive import CONNECTED
 from gatewright.parallel.collectives import all_reduce
 from gatewright.parallel.failure import fail_together
 from gatewright.parallel.groups import GroupPool
@@ -144,7 +145,7 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
     """Joins the process group for the block: NCCL or RCCL between GPUs, gloo between CPUs and for control.
 
     Whichever rank fails ends all of them (failure.py), from the moment they meet. A rank that does not come to a
-    collective fails it on the others after `timeout_s`.
+    collective fails it on the others after `timeout_s`; one that dies while ranks connect, sooner (alive.py).
     """
     if place.size == 1:
         yield Ranks(place=place, layout=layout, device=device)
@@ -156,7 +157,7 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
         meeting.wait_for_all(timeout_s=timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=meeting.store,
+            store=meeting.own_connection(),
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=timeout_s),
@@ -167,6 +168,7 @@ def join_ranks(place: Place, layout: Layout, *, device: torch.device, timeout_s:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copy", "edp", "ep"))
         dense = init_device_mesh(device.type, (layout.copies, layout.shard), mesh_dim_names=("copy", SHARD))
         pool = GroupPool(rank=place.rank, ranks=place.size, device=device) if layout.cuts else None
+        meeting.count_in(CONNECTED)
         yield Ranks(place=place, layout=layout, device=device, meeting=meeting, mesh=mesh, dense=dense, pool=pool)
     # Not after a failure: other ranks may be gone, and taking leave of them would wait for them.
     dist.destroy_process_group()

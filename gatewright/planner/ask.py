@@ -21,11 +21,11 @@ from gatewright.planner.policy import find_policy
 from gatewright.planner.search import Question
 from gatewright.planner.targets import adapter_of
 from gatewright.planner.weights import FORMATS, StoredWeights, native_format, read_weights
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import ModelError, UserError
 from gatewright.spec.hardware import Gpu
 from gatewright.spec.shape import ModelShape, TensorRole
 
-DEFAULT_TOKENS = 4096
 DEFAULT_RANK = 16
 DEFAULT_TARGETS = ("attention",)
 LIMITS: dict[str, int] = {
@@ -65,6 +65,7 @@ def ask(
     target_names: Iterable[str] | None = None,
     trained: Sequence[str] = (),
     expert_share: float = 1.0,
+    expert_numbers: Sequence[Sequence[int]] = (),
     dropout: bool = False,
     storage: str | None = None,
     tokens: int | None = None,
@@ -85,8 +86,9 @@ def ask(
     """The question behind a catalogue name or path, a GPU and a method.
 
     `target_names` keeps only some leaf names of the targets, such as q_proj; `trained` names roles that train in full
-    beside the adapter, `expert_share` the part of the experts that gets one. `storage` is one of weights.FORMATS; None
-    takes the checkpoint's own for LoRA, from the headers of its files where they are there, and nf4 for QLoRA.
+    beside the adapter, `expert_share` the part of the experts that gets one, `expert_numbers` which those are, layer by
+    layer, where that is known. `storage` is one of weights.FORMATS; None takes the checkpoint's own for LoRA, from the
+    headers of its files where they are there, and nf4 for QLoRA.
     Raises UserError or ModelError with the nearest choice.
     """
     shape = find_shape(model) if isinstance(model, str) else model
@@ -116,6 +118,7 @@ def ask(
             names=target_names,
             full=trained,
             expert_share=expert_share,
+            expert_numbers=expert_numbers,
             dropout=dropout,
         )
     job = Job(
@@ -127,7 +130,7 @@ def ask(
         expert_storage=experts,
         stored=bytes_a_parameter(weights, shape) if exact and weights else {},
         frozen=frozen,
-        tokens_per_row=DEFAULT_TOKENS if tokens is None else tokens,
+        tokens_per_row=AUTO_MICRO_BATCH_TOKENS if tokens is None else tokens,
         attention_tokens=document_tokens,
         checkpointing=checkpointing,
         attention=attention,

@@ -1,5 +1,6 @@
 """Job: everything about a training run that decides its memory and its time, whatever tool runs it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,7 +61,14 @@ class Adapter:
     """By role and leaf name: the part of those modules (or of their experts) that is adapted; absent: all."""
     full: frozenset[TensorRole] = frozenset()
     """Roles whose weights train in full beside the adapter."""
+    chosen: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the experts that are adapted, of each layer that has any; empty: all, or not known yet."""
     dropout: bool = False
+
+    def busiest(self, *, ep: int, experts: int) -> float:
+        """Adapted experts of the rank with the most of them over the mean, where `ep` ranks hold them in order."""
+        ranks = Counter(number * ep // experts for layer in self.chosen for number in layer)
+        return max(ranks.values()) * ep / ranks.total() if ranks else 1.0
 
     def share(self, role: TensorRole, name: str) -> float:
         """Part of the modules of this role and leaf name that is adapted, 0 to 1."""

@@ -297,7 +297,8 @@ def full_needs_wide_weights(at: Setting) -> str:
     "eight-bit-with-dtensor",
     title="8-bit optimizer with FSDP2",
     version="bitsandbytes up to 0.50",
-    source="axolotl 0.19 check_fsdp2_w_8bit_optimizer",
+    source="axolotl 0.19 check_fsdp2_w_8bit_optimizer; ours gives it a rank's own part (train/eight_bit.py)",
+    backends=("transformers", "deepspeed", "deepspeed-autoep", "fsdp1", "fsdp2", "megatron"),
 )
 def eight_bit_with_dtensor(at: Setting) -> str:
     if at.job.optimizer in ("adamw_8bit", "adamw_4bit") and at.job.layout.sharding == "fsdp2":

@@ -41,36 +41,3 @@ def cp_changed_scores(at: Setting) -> str:
     if at.job.layout.cp == 1 or found is None:
         return ""
     return f"cp {at.job.layout.cp}: {shape.name} has {found}, which is not proved over ranks; use cp 1"
-
-
-@OURS.rule(
-    "eight-bit-sharded",
-    title="8-bit optimizer with divided state",
-    version="Gatewright 0, bitsandbytes up to 0.50",
-    source="train/setup.py: its state is blocks of 256 elements with a scale each",
-    backends=("gatewright",),
-)
-def eight_bit_sharded(at: Setting) -> str:
-    layout = at.job.layout
-    if at.job.optimizer == "adamw_8bit" and (layout.ep > 1 or layout.sharding == "zero2"):
-        return (
-            "adamw_8bit keeps its state in blocks that cannot be divided over ranks; use adamw, or replicate with ep 1"
-        )
-    return ""
-
-
-@OURS.rule(
-    "expert-subset-with-ep",
-    title="adapters of some experts with EP",
-    version=VERSION,
-    source="train/setup.py",
-    backends=("gatewright",),
-)
-def expert_subset_with_ep(at: Setting) -> str:
-    adapter, ep = at.job.adapter, at.job.layout.ep
-    if ep == 1 or adapter is None or "routed_experts" not in adapter.roles - adapter.partly:
-        return ""
-    share = min((part for (role, _), part in adapter.shares.items() if role == "routed_experts"), default=1.0)
-    if share == 1.0:
-        return ""
-    return f"adapters on {share:.0%} of the experts are not proved with ep {ep}; use ep 1, or adapt every expert"

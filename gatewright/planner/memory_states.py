@@ -119,8 +119,10 @@ def share(job: Job, policy: Policy, group: TensorGroup, *, count: int) -> Share:
         shards = 1 if policy.fsdp_skips_experts and layout.ep > 1 else layout.expert_shards
     else:
         divisor, shards = (1 if group.role in REPLICATED_UNDER_TP else layout.tp), layout.shards
-    # TP divides one of an adapter's two matrices, EP divides both.
+    # TP divides one of an adapter's two matrices, EP divides both: of the busiest rank, where some experts have one.
     adapter_divisor = divisor if group.role == EXPERTS else 1 + (divisor - 1) / 2
+    if group.role == EXPERTS and job.adapter is not None:
+        adapter_divisor /= job.adapter.busiest(ep=layout.ep, experts=group.experts)
     return Share(
         group=group,
         count=count,
@@ -178,7 +180,7 @@ def optimizer_bytes(job: Job, types: Types) -> float:
     """Master weight and moments, bytes a parameter."""
     moments = {
         "adamw": 2 * types.moment,
-        "adamw_8bit": 2 * (1 + 4 / 2048),  # bitsandbytes: one fp32 scale a block of 2048
+        "adamw_8bit": 2 * (1 + 4 / 256),  # bitsandbytes since 0.44: one fp32 scale a block of 256
         "adamw_4bit": 2 * (0.5 + 4 / 128),  # torchao: blocks of 128
         "muon": types.moment,
         "sgd": 0.0,

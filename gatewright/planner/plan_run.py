@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from gatewright.planner.ask import DEFAULT_TOKENS, ask
+from gatewright.planner.ask import ask
 from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import Layout, Sharding
 from gatewright.planner.plan import answer
 from gatewright.planner.search import Question
 from gatewright.planner.targets import trained_roles
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.plan import Plan
 from gatewright.spec.run import ExpertSubset, Hardware, Parallel, Run
@@ -81,6 +82,7 @@ def method_words(run: Run, shape: ModelShape) -> dict[str, Any]:
         "targets": adapter.targets,
         "trained": [*adapter.full, *router],
         "expert_share": expert_share(adapter.experts, shape),
+        "expert_numbers": expert_numbers(run),
         "dropout": adapter.dropout > 0,
     }
 
@@ -113,6 +115,14 @@ def expert_share(subset: ExpertSubset | None, shape: ModelShape) -> float:
     return sum(len(set(item.experts)) for item in subset.layers) / sum(held.values())
 
 
+def expert_numbers(run: Run) -> list[list[int]]:
+    """The experts that the run file names for an adapter, by layer, where their numbers tell on which rank they lie."""
+    subset = run.method.adapter.experts if run.method.adapter else None
+    if subset is None or subset.layers is None or run.router.placement != "contiguous":
+        return []
+    return [sorted(set(item.experts)) for item in subset.layers]
+
+
 def hardware_of(run: Run) -> Hardware:
     if run.hardware is None:
         raise RunFileError("the run file has no hardware section; add hardware: {gpu: h200, per_node: 8, nodes: 1}")
@@ -132,7 +142,7 @@ def micro_batch_tokens(run: Run, *, ranks: int) -> int:
     train, longest = run.train, run.data.max_tokens
     if isinstance(train.micro_batch_tokens, int):
         return train.micro_batch_tokens
-    room = min(DEFAULT_TOKENS, train.tokens_per_step)
+    room = min(AUTO_MICRO_BATCH_TOKENS, train.tokens_per_step)
     if not isinstance(longest, int):
         return room
     return max(room, -(-longest // ranks) if cuts(run) else longest)

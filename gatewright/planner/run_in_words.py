@@ -7,13 +7,13 @@ from typing import Any
 from gatewright.planner.ask import (
     DEFAULT_RANK,
     DEFAULT_TARGETS,
-    DEFAULT_TOKENS,
     known_choice,
     layout_from,
     within_limits,
 )
 from gatewright.planner.catalogue import find_model
 from gatewright.planner.targets import WILD
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import UserError
 from gatewright.spec.run import Run
 from gatewright.spec.shape import TARGET_ROLES
@@ -43,7 +43,7 @@ def run_in_words(
     for name in given:
         if name not in TAKEN:
             raise UserError(f"--{name.replace('_', '-')} does not go with --simulate; leave one out.")
-    tokens = given.get("tokens", DEFAULT_TOKENS)
+    tokens = given.get("tokens", AUTO_MICRO_BATCH_TOKENS)
     within_limits(tokens=tokens, rank=given.get("rank"), document_tokens=given.get("document_tokens"))
     method = given.get("method", "lora")
     known_choice("method", method, ("lora", "qlora", "full"))

@@ -90,10 +90,8 @@ def question_of(run: Run, gpu: Gpu, on: Devices) -> Question:
 
 def supported(run: Run, layout: Layout) -> bool:
     """Whether our trainer runs the layout with these settings, beyond what the planner's rules know of them."""
-    adapter = run.method.adapter
-    some_experts = adapter is not None and adapter.experts is not None
     whole_documents = not run.data.pack or (run.router.balance > 0 and run.router.balance_over == "sequence")
-    return not (layout.ep > 1 and some_experts) and not (layout.cp > 1 and whole_documents)
+    return not (layout.cp > 1 and whole_documents)
 
 
 def _written(run: Run, parallel: Parallel, reason: str) -> Chosen:
@@ -115,4 +113,4 @@ def _obstacle(too_large: tuple[Candidate, ...], illegal: tuple[Candidate, ...]) 
         return f"the nearest needs {'; '.join(too_large[0].reasons)}"
     if illegal:
         return illegal[0].refusals[0].reason
-    return "those that fit do not go with its other settings (method.adapter.experts, data.pack, router.balance_over)"
+    return "those that fit do not go with its other settings (data.pack, router.balance_over)"

@@ -30,12 +30,15 @@ def adapter_of(
     names: Iterable[str] | None = None,
     full: Sequence[str] = (),
     expert_share: float = 1.0,
+    expert_numbers: Sequence[Sequence[int]] = (),
     dropout: bool = False,
 ) -> Adapter:
     """The adapter that the words describe.
 
     `targets`: names of TARGET_ROLES, or patterns over module names. `names` keeps only some leaf names of them. `full`:
-    names of TRAINED_ROLES whose weights train beside the adapter. Raises UserError for what the model does not have.
+    names of TRAINED_ROLES whose weights train beside the adapter. `expert_share`: the part of the experts that gets
+    one; `expert_numbers`: which those are, layer by layer, where that is known. Raises UserError for what the model
+    does not have.
     """
     roles = roles_of(shape, [target for target in targets if not WILD.intersection(target)])
     shares = matched(shape, [target for target in targets if WILD.intersection(target)])
@@ -55,6 +58,7 @@ def adapter_of(
         partly=partly,
         shares=shares,
         full=whole,
+        chosen=tuple(map(tuple, expert_numbers)),
         dropout=dropout,
     )
 

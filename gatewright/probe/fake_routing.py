@@ -1,5 +1,6 @@
 """What only real values tell of a routing, told or assumed for fake tensors."""
 
+from collections import Counter
 from copy import deepcopy
 
 import torch
@@ -62,12 +63,27 @@ def _value(tensor: Tensor) -> Tensor:
 
 
 def assume_experts(run: Run, model: PreTrainedModel) -> dict[int, list[int]] | None:
-    """Layer -> experts that get an adapter: those named, or the first ones in place of the most routed; None: all."""
+    """Layer -> experts that get an adapter: those named, or the first ones in place of the most routed; None: all.
+
+    Of ranks that divide the experts, the first is rehearsed: it stands for the one with the most of those named.
+    """
     subset = run.method.adapter.experts if run.method.adapter else None
     if subset is None:
         return None
     if subset.layers is not None:
-        return named_experts(model, subset.layers)
+        return _busiest_first(named_experts(model, subset.layers), find_experts(model))
     assert subset.most_routed is not None
     none_routed = {layer: [0] * module.num_experts for layer, module in find_experts(model).items()}
     return most_routed(none_routed, subset.most_routed)
+
+
+def _busiest_first(chosen: dict[int, list[int]], experts: dict[int, nn.Module]) -> dict[int, list[int]]:
+    """The choice with the experts of the rank that has the most of them, and those of the first, exchanged."""
+    each = {layer: len(experts[layer].gatewright_held) for layer in chosen}
+    ranks = Counter(number // each[layer] for layer, numbers in chosen.items() for number in numbers)
+    busiest, _ = max(ranks.items(), key=lambda item: item[1])
+    swap = {0: busiest, busiest: 0}
+    return {
+        layer: sorted((swap.get(n // each[layer], n // each[layer]) * each[layer]) + n % each[layer] for n in numbers)
+        for layer, numbers in chosen.items()
+    }

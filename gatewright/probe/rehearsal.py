@@ -19,7 +19,7 @@ from gatewright.model.quantized_divided import Shares
 from gatewright.model.recompute import recompute
 from gatewright.model.routing import RouterWatch, find_routers
 from gatewright.parallel.apply import divide_added, divider, settle, spread_gradients
-from gatewright.parallel.collect import divided_stacks
+from gatewright.parallel.collect import whole_shapes
 from gatewright.parallel.layout import Layout
 from gatewright.parallel.ranks import Ranks
 from gatewright.probe.fake_attention import Stand, stand_in
@@ -31,9 +31,9 @@ from gatewright.probe.rehearsal_observe import first_line, held_after, observe
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.rehearsal import Held, Rehearsal
 from gatewright.spec.run import Parallel, Run
-from gatewright.train.optim import build_optimizer, trainable
+from gatewright.train.optim import build_optimizer, together, trainable
 from gatewright.train.router_loss import RouterLoss
-from gatewright.train.setup import capacity_of, refuse_router_settings, refuse_unsupported
+from gatewright.train.setup import capacity_of, refuse_router_settings
 from gatewright.train.step import train_step
 
 ONE = Layout()
@@ -66,7 +66,6 @@ def rehearse(
         )
     if micro_batches < 1:
         raise RunFileError(f"rehearsal: {micro_batches} micro-batches; give at least 1")
-    refuse_unsupported(run)
     refuse_what_fakes_cannot(run)
     kernel = stand_in(attention_kernel)
     if run.router.capacity != "dropless":
@@ -92,7 +91,7 @@ def rehearse(
             layout=layout.describe(),
             assumed=assumptions(run, layout, expert_load),
             attention=kernel.name,
-            spread=lambda model: dict.fromkeys(divided_stacks(model, ranks), layout.ep),
+            shapes=lambda model: whole_shapes(model, ranks),
             reach=2 if layout.dense == "zero3" else 0,
             multiple=2 if run.train.checkpointing == "selective" else 1,
             full_depth=full_depth,
@@ -117,6 +116,8 @@ def assumptions(run: Run, layout: Layout, expert_load: float) -> tuple[str, ...]
         said.append("no row is dropped for want of capacity: an upper bound")
     if run.method.adapter is not None and run.method.adapter.experts is not None:
         said.append("every row goes to an expert that has an adapter: an upper bound")
+        if layout.ep > 1 and run.method.adapter.experts.most_routed is not None:
+            said.append("as many of the most-routed experts as can lie on one rank do: an upper bound")
     return tuple(said)
 
 
@@ -212,8 +213,9 @@ def take_steps(
     router = router_loss(model, run, scores)
     parameters = trainable(model)
     with _disable_current_modes():  # who updates what is arithmetic on real numbers
-        gradients = spread_gradients(model, parameters, ranks)
-    optimizer = build_optimizer(gradients.owned, run.train, weights=parameters)
+        gradients = spread_gradients(model, parameters, ranks, unit=together(run.train))
+    pieces = {share.name: share.piece for share in gradients.shares.values()}
+    optimizer = build_optimizer(gradients.owned, run.train, pieces=pieces)
     for _ in range(2):
         live.begin_step()
         train_step(

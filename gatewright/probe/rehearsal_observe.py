@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ Build = Callable[[], PreTrainedModel]
 """A model ready to train, adapters included; called with the meta device in force."""
 Steps = Callable[[PreTrainedModel, LiveBytes], Held]
 """Trains the model for a few steps and tells what is held after them; LiveBytes.begin_step marks each beginning."""
-Spread = Callable[[PreTrainedModel], Mapping[str, int]]
-"""Names of parameters of which this rank holds a part that does not know it -> parts there are."""
+Shapes = Callable[[PreTrainedModel], Mapping[str, tuple[int, ...]]]
+"""Names of parameters of which this rank holds a part that does not know it -> the shape of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def observe(
     attention: str,
     layout: str = "1 rank",
     assumed: tuple[str, ...] = (),
-    spread: Spread = lambda model: {},
+    shapes: Shapes = lambda model: {},
     multiple: int = 1,
     reach: int = 0,
     full_depth: bool = False,
@@ -60,7 +61,7 @@ def observe(
         with torch.device("meta"):
             blocks = signatures(build())
         depths = (len(blocks),) if full_depth else choose_depths(blocks, multiple=multiple, reach=reach)
-        runs = [observe_depth(build, steps, depth, spread=spread) for depth in depths]
+        runs = [observe_depth(build, steps, depth, shapes=shapes) for depth in depths]
     except GatewrightError:
         raise
     except Exception as error:  # whatever an architecture of transformers may raise
@@ -89,17 +90,17 @@ def observe(
     )
 
 
-def observe_depth(build: Build, steps: Steps, depth: int, *, spread: Spread = lambda model: {}) -> Observed:
+def observe_depth(build: Build, steps: Steps, depth: int, *, shapes: Shapes = lambda model: {}) -> Observed:
     """The steps of the model's first `depth` layers, on fake tensors."""
     with torch.device("meta"):
         model = build()
         cut(model, depth)
     with fake_tensors() as mode:
         make_fake(model, mode)
-        return observe_model(model, steps, spread=spread)
+        return observe_model(model, steps, shapes=shapes)
 
 
-def observe_model(model: PreTrainedModel, steps: Steps, *, spread: Spread = lambda model: {}) -> Observed:
+def observe_model(model: PreTrainedModel, steps: Steps, *, shapes: Shapes = lambda model: {}) -> Observed:
     """The steps of a model as it stands, on fake or on real tensors."""
     gc.collect()  # what an earlier model left behind must not be freed while this one is counted
     gc.disable()  # nor may cycles be freed at a moment that differs from run to run
@@ -109,8 +110,8 @@ def observe_model(model: PreTrainedModel, steps: Steps, *, spread: Spread = lamb
             held = steps(model, live)
     finally:
         gc.enable()
-    parts = spread(model)
-    sizes = [(p.numel() * parts.get(name, 1), p.requires_grad) for name, p in model.named_parameters()]
+    whole_shapes = shapes(model)
+    sizes = [(prod(whole_shapes.get(name, p.shape)), p.requires_grad) for name, p in model.named_parameters()]
     return Observed(
         peaks=live.peaks,
         resident_bytes=live.resident_bytes,

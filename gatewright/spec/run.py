@@ -132,7 +132,8 @@ class Train(Section):
     tokens_per_step: PositiveInt
     """Tokens that one optimizer step sees, summed over its micro-batches."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens in one forward and backward pass. auto: the longest document, or tokens_per_step if that is less."""
+    """Tokens in one forward and backward pass. auto: 4,096, or tokens_per_step if that is less, or the longest document
+    if that is more."""
     steps: PositiveInt | None = None
     """Optimizer steps. Give this or epochs."""
     epochs: PositiveInt | None = None

@@ -12,6 +12,7 @@ from gatewright.data.loader import Loader
 from gatewright.model.base_files import base_fingerprint
 from gatewright.model.routing import count_routing
 from gatewright.model.subset import most_routed, named_experts
+from gatewright.parallel.ranks import Ranks
 from gatewright.spec.run import Run
 from gatewright.train.forward import hidden_states
 
@@ -26,10 +27,11 @@ class Chosen:
     note: str
 
 
-def choose_experts(run: Run, model: PreTrainedModel, loader: Loader, *, device: torch.device) -> Chosen | None:
-    """The run's choice; None where every expert gets an adapter. To be called before adapters are added.
+def choose_experts(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks) -> Chosen | None:
+    """The run's choice, the same on every rank; None where every expert gets an adapter.
 
-    A measured choice is kept in the run folder, so that a resumed run has the same even on another machine.
+    To be called on all ranks, before adapters are added. A measured choice is kept in the run folder, so that a resumed
+    run has the same even on another machine, or another number of ranks.
     Raises ModelError for a named layer or expert that the model does not have.
     """
     subset = run.method.adapter.experts if run.method.adapter else None
@@ -43,9 +45,11 @@ def choose_experts(run: Run, model: PreTrainedModel, loader: Loader, *, device: 
     asked = {"most_routed": subset.most_routed, "documents": subset.documents, "data": run.data.train}
     asked["base"] = base_fingerprint(Path(run.model.path))
     file = run.folder / FILE
-    if (kept := _read(file)) is not None and kept["asked"] == asked:
+    kept = ranks.tell(_read(file) if ranks.first else None)
+    if kept is not None and kept["asked"] == asked:
         return Chosen(layers={int(layer): experts for layer, experts in kept["layers"].items()}, note=kept["note"])
-    counts = routing_counts(model, loader, documents=subset.documents, device=device)
+    # Each rank counts what all route; the first one's numbers hold, should kernels have rounded one otherwise.
+    counts = ranks.tell(routing_counts(model, loader, documents=subset.documents, device=ranks.device))
     layers = most_routed(counts, subset.most_routed)
     caught = sum(counts[layer][expert] for layer, experts in layers.items() for expert in experts)
     share = caught / max(1, sum(map(sum, counts.values())))
@@ -53,7 +57,7 @@ def choose_experts(run: Run, model: PreTrainedModel, loader: Loader, *, device: 
         f"the {subset.most_routed:.0%} most-routed experts of each layer get an adapter; they took {share:.0%} of the "
         f"assignments in {min(subset.documents, len(loader.view.lengths))} training documents"
     )
-    if file.parent.is_dir():
+    if ranks.first and file.parent.is_dir():
         content = {"asked": asked, "layers": layers, "note": note}
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Chosen(layers=layers, note=note)

@@ -25,7 +25,7 @@ def consolidate(source: Path, root: Path) -> checkpoint.Checkpoint:
         tensors = saved.of_rank(0, "rng/")
         for prefix in (WEIGHTS, OPTIMIZER, "router/"):
             tensors |= saved.common(prefix)
-        write_pieces(folder, tensors, pieces={}, rank=0, ranks=1)
+        write_pieces(folder, tensors, parts={}, rank=0, ranks=1)
         shutil.copyfile(source / "state.json", folder / "state.json")
         if (source / "adapter").is_dir():
             shutil.copytree(source / "adapter", folder / "adapter")

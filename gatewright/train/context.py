@@ -35,6 +35,7 @@ from gatewright.parallel.context_heads import HeadsDealt
 from gatewright.parallel.context_ring import Ring
 from gatewright.parallel.groups import aligned_sizes
 from gatewright.parallel.ranks import Ranks
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import ModelError, RunFileError
 from gatewright.spec.event import Finding
 from gatewright.spec.run import Parallel, Run
@@ -42,7 +43,6 @@ from gatewright.train.device import device_name
 from gatewright.train.forward import hidden_states
 
 AUTOMATIC: tuple[Name, ...] = ("moved", "gathered", "heads")
-AUTO_MICRO_BATCH_TOKENS = 4096
 PROOF_TOKENS = 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of a hidden state, relative to the largest of them: sums are made in another order."""

@@ -14,7 +14,7 @@ from gatewright.parallel.layout import layout_of
 from gatewright.parallel.place import find_place
 from gatewright.parallel.ranks import Ranks, join_ranks
 from gatewright.spec.errors import GatewrightError
-from gatewright.spec.event import Event, Finding, LayoutChosen, Start, Stop
+from gatewright.spec.event import Event, LayoutChosen, Start, Stop
 from gatewright.spec.run import Run
 from gatewright.train import checkpoint
 from gatewright.train.console import announcement
@@ -27,7 +27,7 @@ from gatewright.train.heap import return_large_blocks
 from gatewright.train.output import output_folder
 from gatewright.train.resume import prove_resume
 from gatewright.train.session import Session
-from gatewright.train.setup import Trainer, refuse_unsupported, set_up
+from gatewright.train.setup import Trainer, set_up
 from gatewright.train.state import Progress, read_progress, restore
 from gatewright.train.stop import GATE, StopRequest, listen
 from gatewright.train.track import open_trackers
@@ -43,18 +43,16 @@ def train(run: Run, *, console: Console, why: str = "as the run file says", yard
     0: finished, now or earlier. Saved first: 85 when its time was up or it was asked to stop, 130 after Ctrl-C, 3 when
     it cannot finish in the time it has. Errors of the run are raised, after their event.
     """
-    findings = refuse_unsupported(run)
     place = find_place()
     layout, device = layout_of(run.parallel, ranks=place.size), pick_device(place.local_rank)
     if device.type == "cpu":
         return_large_blocks()
     with join_ranks(place, layout, device=device, timeout_s=run.timeout_s) as ranks:
-        return _train(run, findings, ranks, console=console, why=why, yardstick=yardstick)
+        return _train(run, ranks, console=console, why=why, yardstick=yardstick)
 
 
 def _train(
     run: Run,
-    findings: list[Finding],
     ranks: Ranks,
     *,
     console: Console,
@@ -79,8 +77,6 @@ def _train(
             for line in announcement(event):
                 say(line)
 
-        for finding in findings:
-            log(finding)
         if not ranks.alone:
             log(LayoutChosen(ranks=ranks.size, layout=ranks.layout.describe(), reason=why))
         session: Session | None = None

@@ -1,15 +1,17 @@
 """The optimizer, the course of the learning rate, and the optimizer's state as plain named tensors."""
 
-import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gatewright.model.coverage import BLOCK_8BIT
+from gatewright.parallel.pieces import Piece
 from gatewright.spec import run as spec
-from gatewright.spec.errors import CheckpointError, UserError
+from gatewright.spec.errors import CheckpointError
+from gatewright.train.eight_bit import IN_BLOCKS, adamw_8bit, in_blocks
 
 Named = dict[str, nn.Parameter]
 ROUTER = "router"
@@ -21,30 +23,37 @@ def trainable(model: nn.Module) -> Named:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def together(train: spec.Train) -> int:
+    """Elements of a weight that ranks should not cut apart: those that the optimizer's state has in one block."""
+    return BLOCK_8BIT if train.optimizer == "adamw8bit" else 1
+
+
 def build_optimizer(
-    parameters: Named, train: spec.Train, *, router: Collection[str] = (), weights: Named | None = None
+    parameters: Named, train: spec.Train, *, router: Collection[str] = (), pieces: Mapping[str, Piece] | None = None
 ) -> torch.optim.Optimizer:
     """AdamW: matrices with weight decay, norms and biases without, and apart the parameters named in `router`.
 
-    `weights`: the whole weights, by the same names, where a rank updates only part of each.
+    `pieces`: what each parameter is of a whole weight, where a rank updates only part of them. One of no elements is
+    left out: it may have no gradient, and would fall behind in steps.
     """
-    others = {name: p for name, p in parameters.items() if name not in router}
-    is_matrix = {name: (weights or parameters)[name].dim() >= 2 for name in others}
-    groups = [
-        {"params": [p for n, p in others.items() if is_matrix[n]], "weight_decay": train.weight_decay, ROUTER: False},
-        {"params": [p for n, p in others.items() if not is_matrix[n]], "weight_decay": 0.0, ROUTER: False},
-        {"params": [parameters[n] for n in parameters if n in router], "weight_decay": 0.0, ROUTER: True},
+    if pieces is None:
+        pieces = {n: Piece(shape=tuple(p.shape), begin=0, end=p.numel()) for n, p in parameters.items()}
+    eight_bit = train.optimizer == "adamw8bit"
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        if not parameter.numel():
+            continue
+        is_matrix = name not in router and len(pieces[name].shape) >= 2
+        key = (name in router, not is_matrix, eight_bit and in_blocks(pieces[name]))
+        groups.setdefault(key, []).append(parameter)
+    settings = [
+        {"params": group, "weight_decay": 0.0 if bare else train.weight_decay, ROUTER: is_router, IN_BLOCKS: blocks}
+        for (is_router, bare, blocks), group in sorted(groups.items(), key=lambda item: item[0])
     ]
-    groups = [group for group in groups if group["params"]]
-    if train.optimizer == "adamw8bit":
-        try:
-            bitsandbytes = importlib.import_module("bitsandbytes")
-        except ImportError as error:
-            raise UserError(
-                f'train.optimizer: adamw8bit needs bitsandbytes ({error}); pip install "gatewright[quantize]"'
-            ) from None
-        return bitsandbytes.optim.AdamW8bit(groups, lr=train.lr, betas=train.betas, eps=train.eps)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
+    settings = settings or [{"params": [], ROUTER: False, IN_BLOCKS: False}]  # a rank may have nothing to update
+    if eight_bit:
+        return adamw_8bit(settings, train)
+    return torch.optim.AdamW(settings, lr=train.lr, betas=train.betas, eps=train.eps, fused=True)
 
 
 def learning_rate(step: int, *, steps: int, train: spec.Train) -> float:
@@ -75,10 +84,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, *, router_sca
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>/<key>` -> the tensor itself; plain integers become float64 scalars."""
+    """The optimizer's state as `<parameter>/<key>` -> the tensor itself; plain integers become float64 scalars.
+
+    What codes of 8 bits stand for is left out: all parameters have it in common.
+    """
     tensors = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
+            if key.startswith("qmap"):
+                continue
             tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             tensors[f"{name}/{key}"] = tensor.detach()
     return tensors

@@ -19,11 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gatewright.parallel.pieces import Piece
+from gatewright.parallel.pieces import Part
 from gatewright.spec.errors import CheckpointError
-
-Span = Sequence[int]
-"""Elements [begin, end) of a tensor in row order."""
 
 _FILE = re.compile(r"state(?:-(\d+)-of-(\d+))?\.safetensors")
 
@@ -33,18 +30,10 @@ def file_name(rank: int, ranks: int) -> str:
 
 
 def write_pieces(
-    folder: Path, tensors: Mapping[str, Tensor], *, pieces: Mapping[str, Piece], rank: int, ranks: int
+    folder: Path, tensors: Mapping[str, Tensor], *, parts: Mapping[str, Part], rank: int, ranks: int
 ) -> Path:
-    """Writes this rank's file, and returns its path.
-
-    `tensors` are called weights/NAME, optimizer/NAME/KEY, or anything else for what is whole; `pieces`: what this rank
-    holds of the weight NAME.
-    """
-    header = {}
-    for key, tensor in tensors.items():
-        piece = pieces.get(_weight(key))
-        if piece is not None and tensor.dim() and tensor.numel() == piece.elements and tensor.shape != piece.shape:
-            header[key] = {"shape": piece.shape, "runs": piece.runs}
+    """Writes this rank's file, and returns its path. `parts`: what a tensor is of another one; the others are whole."""
+    header = {key: {"shape": part.shape, "runs": part.runs} for key, part in parts.items() if not part.whole}
     flat = {key: tensor.reshape(-1) if key in header else tensor for key, tensor in tensors.items()}
     # One entry: with several, safetensors writes them in any order, and equal states would not be equal files.
     path = folder / file_name(rank, ranks)
@@ -65,15 +54,17 @@ class SavedState:
             raise CheckpointError(f"{folder}: its state files are not those of one run, or not all of them: {names}")
         [self.ranks] = sizes
         self.folder = folder
-        # Tensor name -> (rank whose file has it, shape of the whole tensor, which of its elements)
-        self._places: dict[str, list[tuple[int, tuple[int, ...], Sequence[Span]]]] = {}
+        # Tensor name -> (rank whose file has it, what part of it)
+        self._places: dict[str, list[tuple[int, Part]]] = {}
         for rank, path in self.files.items():
             with _open(path) as file:
                 header = json.loads((file.metadata() or {}).get("pieces", "{}"))
                 for key in file.keys():  # noqa: SIM118
-                    shape = tuple(header[key]["shape"]) if key in header else tuple(file.get_slice(key).get_shape())
-                    runs = header[key]["runs"] if key in header else [(0, prod(shape))]
-                    self._places.setdefault(key, []).append((rank, shape, runs))
+                    if key in header:
+                        part = Part(tuple(header[key]["shape"]), [(begin, end) for begin, end in header[key]["runs"]])
+                    else:
+                        part = _whole(tuple(file.get_slice(key).get_shape()))
+                    self._places.setdefault(key, []).append((rank, part))
 
     def keys(self, prefix: str) -> list[str]:
         """What follows the prefix in the names that begin with it."""
@@ -81,7 +72,7 @@ class SavedState:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return self._places[name][0][1]
+        return self._places[name][0][1].shape
 
     def common(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors by name."""
@@ -97,39 +88,43 @@ class SavedState:
     def whole(self, name: str) -> Tensor:
         """A tensor, put together from its pieces."""
         shape = self.shape(name)
-        return self.read(name, Piece(shape=shape, begin=0, end=prod(shape))).view(shape)
+        return self.read(name, _whole(shape)).view(shape)
 
-    def read(self, name: str, piece: Piece) -> Tensor:
-        """The elements of a tensor that a piece covers, flat; a tensor that is one number, as it is.
+    def read(self, name: str, part: Part) -> Tensor:
+        """These elements of a tensor, flat; a tensor that is one number, as it is.
 
         Raises CheckpointError where the tensor has another shape, or some of its elements are in no file.
         """
         places = self._places.get(name)
         if places is None:
             raise CheckpointError(f"{self.folder}: {name} is not in its state files")
-        rank, shape, _ = places[0]
-        if shape == ():
+        rank, first = places[0]
+        if first.shape == ():
             return self.of_rank(rank, name)[name]
-        if shape != piece.shape:
-            raise CheckpointError(f"{self.folder}: {name} has the shape {shape}, this run's weight {piece.shape}")
+        if first.shape != part.shape:
+            raise CheckpointError(f"{self.folder}: {name} has the shape {first.shape}, this run's weight {part.shape}")
         result, covered = torch.empty(0), 0
-        for rank, _, runs in places:
+        for rank, saved in places:
             with _open(self.files[rank]) as file:
                 stored = file.get_slice(name)
                 if not len(result):
-                    result = torch.empty(piece.elements, dtype=_elements(stored, 0, 0).dtype)
-                for at, first, elements in _overlaps(piece.runs, runs):
-                    result[at : at + elements] = _elements(stored, first, first + elements)
+                    result = torch.empty(part.elements, dtype=_elements(stored, 0, 0).dtype)
+                for at, begin, elements in _overlaps(part.runs, saved.runs):
+                    result[at : at + elements] = _elements(stored, begin, begin + elements)
                     covered += elements
         # Ranks write disjoint pieces, so that what is covered can be counted.
-        if covered != piece.elements:
+        if covered != part.elements:
             raise CheckpointError(
-                f"{self.folder}: {covered:,} of {piece.elements:,} elements of {name} are in its state files"
+                f"{self.folder}: {covered:,} of {part.elements:,} elements of {name} are in its state files"
             )
         return result
 
 
-def _overlaps(wanted: Sequence[Span], stored: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+def _whole(shape: tuple[int, ...]) -> Part:
+    return Part(shape, [(0, prod(shape))])
+
+
+def _overlaps(wanted: Sequence[tuple[int, int]], stored: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """(place among the wanted elements, place among the stored ones, how many) of each run of elements in both."""
     at = 0
     for begin, end in wanted:
@@ -147,12 +142,6 @@ def _elements(stored: Any, begin: int, end: int) -> Tensor:
     row = prod(stored.get_shape()[1:]) or 1
     top, bottom = begin // row, -(-end // row)
     return stored[top:bottom].reshape(-1)[begin - top * row : end - top * row]
-
-
-def _weight(key: str) -> str:
-    """Name of the weight that a tensor belongs to."""
-    kind, _, rest = key.partition("/")
-    return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
 def _open(path: Path) -> Any:

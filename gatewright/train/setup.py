@@ -27,18 +27,20 @@ from gatewright.model.recompute import recompute
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.lengths import padded_fill
 from gatewright.parallel.apply import divide_added, divider, settle, spread_gradients
-from gatewright.parallel.collect import divided_stacks, whole_adapters
+from gatewright.parallel.collect import whole_adapters, whole_shapes
 from gatewright.parallel.gradients import Gradients
 from gatewright.parallel.ranks import Ranks, alone
+from gatewright.spec.auto import AUTO_MICRO_BATCH_TOKENS
 from gatewright.spec.errors import RunFileError
 from gatewright.spec.event import DataLoaded, Event, Finding, ModelLoaded
 from gatewright.spec.run import Parallel, Run
 from gatewright.train.choose_experts import choose_experts
-from gatewright.train.context import AUTO_MICRO_BATCH_TOKENS, context_parallel, cut_of, exchanges_of, prove_context
+from gatewright.train.context import context_parallel, cut_of, exchanges_of, prove_context
 from gatewright.train.device import pick_device
+from gatewright.train.eight_bit import left_in_float32
 from gatewright.train.evaluate import Question, questions_of
 from gatewright.train.heap import return_free_pages
-from gatewright.train.optim import Named, build_optimizer, trainable
+from gatewright.train.optim import Named, build_optimizer, together, trainable
 from gatewright.train.place_experts import place_experts
 from gatewright.train.prove import prove_head, prove_isolation
 from gatewright.train.router import RouterControl
@@ -76,22 +78,6 @@ class Trainer:
     """What a resumed run must find unchanged: the data and the base model."""
 
 
-def refuse_unsupported(run: Run) -> list[Finding]:
-    """Raises RunFileError for settings this version cannot honour; returns findings for those that have no effect."""
-    divides = run.parallel != "auto" and (run.parallel.ep > 1 or run.parallel.dense != "replicate")
-    if divides and run.train.optimizer == "adamw8bit":
-        raise RunFileError(
-            "train.optimizer: adamw8bit keeps its state in blocks that cannot be divided over ranks; set optimizer: "
-            "adamw, or parallel.ep: 1 and dense: replicate"
-        )
-    if run.parallel != "auto" and run.method.adapter and run.parallel.ep > 1 and run.method.adapter.experts:
-        raise RunFileError(
-            "method.adapter.experts: adapters of some experts only are not proved with parallel.ep > 1 yet; set "
-            "ep: 1, or adapt every expert"
-        )
-    return []
-
-
 def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None) -> Trainer:
     """Builds the run's parts; what the user should know of each goes to `log` before the first step.
 
@@ -107,7 +93,10 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
     model, head, covered = _prepare_model(run, documents.loader, ranks=ranks, log=log)
     router = _prepare_router(run, model, documents.held_out or documents.loader, ranks=ranks, log=log)
     parameters = trainable(model)
-    gradients = spread_gradients(model, parameters, ranks)
+    gradients = spread_gradients(model, parameters, ranks, unit=together(run.train))
+    pieces = {share.name: share.piece for share in gradients.shares.values()}
+    if run.train.optimizer == "adamw8bit" and (note := left_in_float32(pieces.values())):
+        log(note)
     fingerprint = {"data": documents.fingerprint, "base model": base_fingerprint(Path(run.model.path))}
     return Trainer(
         device=device,
@@ -119,7 +108,7 @@ def set_up(run: Run, *, log: Callable[[Event], None], ranks: Ranks | None = None
         gradients=gradients,
         coverage=covered,
         optimizer=build_optimizer(
-            gradients.owned, run.train, router=router.parameters if router else (), weights=parameters
+            gradients.owned, run.train, router=router.parameters if router else (), pieces=pieces
         ),
         loader=documents.loader,
         held_out=documents.held_out,
@@ -211,14 +200,13 @@ def _prepare_model(
     settle(model, ranks)
     if not find_experts(model):
         refuse_router_settings(run, model)
-    spread = divided_stacks(model, ranks)
-    base_parameters = sum(p.numel() * (ranks.layout.ep if n in spread else 1) for n, p in model.named_parameters())
+    whole = whole_shapes(model, ranks)
+    base_parameters = sum(math.prod(whole.get(name, p.shape)) for name, p in model.named_parameters())
     refuse_nan(model, source=run.model.path)
     if run.router.placement == "measured":
         log(place_experts(run, model, loader.every_rank(), ranks=ranks))
     _let_train(run, model, loader.every_rank(), ranks=ranks, log=log)
-    parts = dict.fromkeys(divided_stacks(model, ranks), ranks.layout.ep)
-    covered = coverage(model, optimizer=run.train.optimizer, spread=parts)
+    covered = coverage(model, optimizer=run.train.optimizer, whole=whole_shapes(model, ranks))
     recompute(model, run.train.checkpointing)
     head = head_of(model)
     model.eval()
@@ -256,7 +244,7 @@ def _let_train(run: Run, model: PreTrainedModel, loader: Loader, *, ranks: Ranks
     if adapter is None:
         train_weights(model, run.method.roles, router=run.router.train)
         return
-    chosen = ranks.tell(choose_experts(run, model, loader, device=ranks.device))
+    chosen = choose_experts(run, model, loader, ranks=ranks)
     notes = add_adapters(
         model,
         adapter,

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from gatewright.model.adapter_files import AdapterFiles, load_adapter, take_adapter
+from gatewright.model.coverage import BLOCK_8BIT
 from gatewright.parallel.collect import whole_adapters
+from gatewright.parallel.gradients import Share
+from gatewright.parallel.pieces import Part
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
+from gatewright.train.eight_bit import codes_of, give_codes, read_moments
 from gatewright.train.host import HostCopy
 from gatewright.train.optim import optimizer_tensors, restore_optimizer
 from gatewright.train.pieces import SavedState, write_pieces
@@ -53,17 +57,22 @@ def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress
     tensors: dict[str, Tensor] = {RNG_CPU: torch.get_rng_state()}
     if trainer.device.type == "cuda":
         tensors[RNG_CUDA] = torch.cuda.get_rng_state(trainer.device)
-    held = [share for share in gradients.shares.values() if share.piece.writes]
-    pieces = {share.name: share.piece for share in held}
+    held = [share for share in gradients.shares.values() if share.piece.writes and share.piece.elements]
     adapter: AdapterFiles | None = None
     if run.adapter:
         keep = host.take if ranks.first else None
-        with whole_adapters(trainer.model, ranks) as parts:
-            adapter = take_adapter(trainer.model, run.adapter, base=run.model.path, host=keep, parts=parts)
+        with whole_adapters(trainer.model, ranks) as whole:
+            adapter = take_adapter(trainer.model, run.adapter, base=run.model.path, host=keep, parts=whole)
     else:
         tensors |= {f"{WEIGHTS}{share.name}": share.owned for share in held}
-    state = optimizer_tensors(trainer.optimizer, {share.name: share.owned for share in held})
-    tensors |= {f"{OPTIMIZER}{name}": tensor for name, tensor in state.items()}
+    parts = {name: share.piece.part for share in held if (name := f"{WEIGHTS}{share.name}") in tensors}
+    for share in held:
+        for key, tensor in optimizer_tensors(trainer.optimizer, {share.name: share.owned}).items():
+            tensors[f"{OPTIMIZER}{key}"] = tensor
+            if tensor.dim():
+                parts[f"{OPTIMIZER}{key}"] = _part_of_state(share, key)
+    if ranks.first and run.train.optimizer == "adamw8bit":
+        tensors |= {f"{OPTIMIZER}{key}": code_Q for key, code_Q in codes_of(trainer.optimizer).items()}
     if trainer.router:
         progress = replace(progress, guard=trainer.router.guard_json())
         tensors |= trainer.router.tensors() if ranks.first else {}
@@ -73,7 +82,7 @@ def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress
     def write(folder: Path) -> Iterator[Path]:
         if adapter is not None:
             yield from adapter.write(folder / "adapter")
-        yield write_pieces(folder, copies, pieces=pieces, rank=ranks.rank, ranks=ranks.size)
+        yield write_pieces(folder, copies, parts=parts, rank=ranks.rank, ranks=ranks.size)
         if ranks.first:
             (folder / "state.json").write_text(counters, encoding="utf-8")
             yield folder / "state.json"
@@ -106,18 +115,37 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
     with torch.no_grad():
         for share in gradients.shares.values():
             if not run.adapter:
-                share.owned.copy_(saved.read(f"{WEIGHTS}{share.name}", share.piece).view_as(share.owned))
+                share.owned.copy_(saved.read(f"{WEIGHTS}{share.name}", share.piece.part).view_as(share.owned))
     gradients.publish()
-    optimizer = {}
-    for share in gradients.shares.values():
-        for key in saved.keys(f"{OPTIMIZER}{share.name}/"):
-            tensor = saved.read(f"{OPTIMIZER}{share.name}/{key}", share.piece)
-            optimizer[f"{share.name}/{key}"] = tensor if tensor.dim() == 0 else tensor.view_as(share.owned)
-    restore_optimizer(trainer.optimizer, gradients.owned, optimizer)
+    _restore_optimizer(saved, trainer, run)
     if trainer.router and progress.guard is not None:
         trainer.router.restore(saved.common("router/"), progress.guard)
     _restore_rng(saved, trainer, run, step=progress.step)
     return progress
+
+
+def _part_of_state(share: Share, key: str) -> Part:
+    """What a tensor of the state of this rank's piece is of that of the whole weight."""
+    part = share.piece.part
+    return part.in_blocks(BLOCK_8BIT) if key.rpartition("/")[2].startswith("absmax") else part
+
+
+def _restore_optimizer(saved: SavedState, trainer: Trainer, run: Run) -> None:
+    state: dict[str, Tensor] = {}
+    codes: dict[str, Tensor] = {}
+    if eight_bit := run.train.optimizer == "adamw8bit":
+        codes = codes_of(trainer.optimizer)
+        codes |= {f"qmap{n}": saved.whole(f"{OPTIMIZER}qmap{n}") for n in saved.keys(f"{OPTIMIZER}qmap")}
+    for share in [share for share in trainer.gradients.shares.values() if share.piece.elements]:
+        prefix = f"{OPTIMIZER}{share.name}/"
+        if eight_bit:
+            found = read_moments(saved, prefix, share, codes)
+        else:
+            found = {key: saved.read(f"{prefix}{key}", share.piece.part) for key in saved.keys(prefix)}
+            found = {key: tensor.view_as(share.owned) if tensor.dim() else tensor for key, tensor in found.items()}
+        state |= {f"{share.name}/{key}": tensor for key, tensor in found.items()}
+    restore_optimizer(trainer.optimizer, trainer.gradients.owned, state)
+    give_codes(trainer.optimizer, {key: code_Q.to(trainer.device) for key, code_Q in codes.items()})
 
 
 def _restore_rng(saved: SavedState, trainer: Trainer, run: Run, *, step: int) -> None:

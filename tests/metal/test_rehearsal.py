@@ -151,6 +151,15 @@ def test_a_choice_of_experts_is_rehearsed_as_if_it_took_every_row() -> None:
     assert "assumed: every row" in render(chosen)
 
 
+def test_the_rank_with_most_of_the_named_experts_is_rehearsed() -> None:
+    """One of them on the first of two ranks, three on the other."""
+    layout, shape = Layout(ranks=2, ep=2), config("qwen3_moe")
+    layers = [{"layer": 1, "experts": [0, 5]}, {"layer": 2, "experts": [4, 7]}]
+    some = changed(method={"adapter": {"rank": 4, "targets": ["experts"], "experts": {"layers": layers}}})
+    chosen, every = (rehearse(run, lengths=[40, 60], config=shape, layout=layout) for run in (some, changed()))
+    assert 8 * chosen.held.weights == 3 * every.held.weights
+
+
 def test_a_capacity_bounds_what_a_rank_of_experts_receives() -> None:
     layout, shape = Layout(ranks=2, ep=2), config("qwen3_moe")
     free, bound = (

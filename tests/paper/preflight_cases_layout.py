@@ -132,12 +132,6 @@ CASES = (
         {"gpus": 8, "gpu": "h200"},
     ),
     Case(
-        "GW127",
-        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "zero2"})],
-        [ours(train={"optimizer": "adamw8bit"}, parallel={"dense": "replicate"})],
-        {"gpus": 8, "gpu": "h200"},
-    ),
-    Case(
         "GW120",
         [axolotl(adapter="qlora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],
         [axolotl(adapter="lora", fsdp_version=2, fsdp_config={"reshard_after_forward": True})],
@@ -177,12 +171,6 @@ CASES = (
         "GW128",
         [ours(model={"path": "google/gemma-2-9b"}, parallel={"cp": 2})],
         [ours(model={"path": "google/gemma-2-9b"}, parallel={"ep": 1})],
-        {"gpus": 8},
-    ),
-    Case(
-        "GW129",
-        [ours(parallel={"ep": 4}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
-        [ours(parallel={"ep": 1}, method={"adapter": {"rank": 8, "experts": {"most_routed": 0.25}}})],
         {"gpus": 8},
     ),
     Case(

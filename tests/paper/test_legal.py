@@ -8,7 +8,6 @@ from gatewright.planner.catalogue import find_gpu, find_shape
 from gatewright.planner.job import Adapter, Job, Layout
 from gatewright.planner.legal import RULES, advice, refusals
 from gatewright.planner.legal_rule import Setting
-from gatewright.planner.targets import adapter_of
 from gatewright.spec.hardware import Cluster, Node
 
 MOE, DENSE = find_shape("Qwen3-30B-A3B"), find_shape("Qwen3-8B")
@@ -45,14 +44,10 @@ BROKEN = {
     "tp-unsupported": at(laid(FULL, tp=2)),
     "cp-divides-tokens": at(laid(replace(FULL, tokens_per_row=1024), cp=8), backend="megatron"),
     "cp-changed-scores": at(laid(replace(FULL, shape=find_shape("gpt-oss-20b")), cp=2)),
-    "expert-subset-with-ep": at(
-        laid(replace(LORA, adapter=adapter_of(MOE, rank=8, targets=["experts"], expert_share=0.25)), ep=4)
-    ),
     "cp-with-eager": at(laid(replace(FULL, attention="eager"), cp=2)),
     "full-needs-wide-weights": at(laid(replace(FULL, storage="fp8"))),
-    "eight-bit-with-dtensor": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="fsdp2")),
+    "eight-bit-with-dtensor": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="fsdp2"), backend="fsdp2"),
     "cp-through-attention": at(laid(replace(FULL, shape=find_shape("Qwen3-Next-80B-A3B-Instruct")), cp=2)),
-    "eight-bit-sharded": at(laid(replace(FULL, optimizer="adamw_8bit"), sharding="zero2")),
     "four-bit-with-fsdp": at(laid(replace(LORA, method="qlora", storage="nf4"), sharding="fsdp2"), backend="fsdp2"),
     "fp8-without-units": at(laid(replace(LORA, storage="fp8")), gpu="mi250x-gcd"),
     "ep-across-nodes": at(laid(LORA, ranks=16, ep=16), nodes=2),

@@ -110,6 +110,20 @@ def test_fewer_experts_with_an_adapter_are_fewer_bytes() -> None:
     assert saved == pytest.approx(lora("routed_experts") / 2 * 12, rel=1e-6)
 
 
+@pytest.mark.parametrize(("placement", "adapted"), [("contiguous", 3 * 3), ("measured", 3 * 4 / 8)])
+def test_named_experts_cost_the_rank_that_has_most_of_them(placement: str, adapted: float) -> None:
+    """Four of 128 experts in each of three layers: three of four on one rank, or an even part, by measured loads."""
+    layers = [{"layer": layer, "experts": [16, 17, 31, 127]} for layer in (0, 5, 9)]
+    asked = run(
+        adapter(targets=["experts"], experts={"layers": layers}), router={"placement": placement}, parallel={"ep": 8}
+    )
+    chosen = plan_run(asked, gpus=8).chosen
+    assert chosen is not None and chosen.memory is not None
+    [adapters] = [part.bytes for part in chosen.memory.phases[0].parts if part.name == "adapters"]
+    one_expert = lora("routed_experts") / (48 * 128)
+    assert adapters == pytest.approx(adapted * one_expert * 4, rel=1e-6)
+
+
 @pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("nf4", "nf4_double"), ("fp8", "fp8"), ("none", "bf16")])
 def test_the_frozen_base_is_stored_as_the_run_says(quantize: str, bytes_per_weight: Any) -> None:
     chosen = plan_run(run({**adapter(targets=["attention"]), "quantize": quantize}), gpus=1).chosen

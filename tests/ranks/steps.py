@@ -84,7 +84,7 @@ def put_together(parts: list[dict[str, tuple[Piece, Tensor]]]) -> dict[str, Tens
         for name, (piece, tensor) in part.items():
             flat = whole.setdefault(name, torch.zeros(prod(piece.shape)))
             seen = known.setdefault(name, torch.zeros(prod(piece.shape), dtype=torch.bool))
-            index = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in piece.runs)])
+            index = torch.cat([torch.arange(0), *(torch.arange(begin, end) for begin, end in piece.part.runs)])
             again = seen[index]
             assert torch.equal(flat[index][again], tensor.reshape(-1)[again]), f"{name} differs between ranks"
             flat[index], seen[index] = tensor.reshape(-1), True
@@ -99,12 +99,12 @@ def _local(weight: Tensor) -> Tensor:
 
 def _bytes(trainer: Any) -> dict[str, int]:
     owned = trainer.gradients.owned
-    states = [v for p in owned.values() for v in trainer.optimizer.state[p].values() if v.dim()]
+    states = {id(v): v for p in owned.values() for v in trainer.optimizer.state[p].values() if isinstance(v, Tensor)}
     trained = {id(share.weight) for share in trainer.gradients.shares.values()}
     held = list(trainer.model.parameters())
     return {
         "weights": sum(held_bytes(p) for p in held if id(p) in trained),
         "frozen": sum(held_bytes(p) for p in held if id(p) not in trained),
         "gradients": sum(p.grad.nbytes for p in owned.values() if p.grad is not None),
-        "optimizer": sum(state.nbytes for state in states),
+        "optimizer": sum(state.nbytes for state in states.values() if state.dim()),
     }

@@ -27,8 +27,8 @@ LAYOUTS = {
 }
 
 
-def make(folder: Path, name: str, method: str, layout: dict[str, object]) -> Run:
-    changes = {"method__adapter": None} if method == "full" else {}
+def make(folder: Path, name: str, method: str, layout: dict[str, object], **changes: object) -> Run:
+    changes |= {"method__adapter": None} if method == "full" else {}
     parallel = {f"parallel__{key}": value for key, value in layout.items()}
     run = tiny.make_run(
         folder, "qwen3_moe", run=f"{method}-{name}", model__dtype="bfloat16", train__micro_batch_tokens=100,
@@ -63,6 +63,16 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path, method: str) -> N
             if not abs(measured - figure) <= 0.03 * figure + 64:
                 faults.append(f"{name}: {what} {measured:,} bytes, planned {figure:,.0f}")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("layout", ["ep4", "ep2-zero2"])
+def test_bytes_of_the_rank_with_most_adapted_experts_are_those_of_the_plan(tmp_path: Path, layout: str) -> None:
+    layers = [{"layer": 1, "experts": [6, 7, 1]}, {"layer": 2, "experts": [5, 7]}]
+    run = make(tmp_path, layout, "lora", LAYOUTS[layout], method__adapter__experts={"layers": layers})
+    ranks = on_ranks(RANKS, tmp_path / "ranks", take_all, {layout: run}, free_ports(1), 1)
+    assert len({part[layout].bytes["weights"] for part in ranks}) > 1
+    for what, figure in planned(run).items():
+        assert max(part[layout].bytes[what] for part in ranks) == pytest.approx(figure, rel=0.03), what
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

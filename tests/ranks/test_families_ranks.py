@@ -28,4 +28,4 @@ def make(folder: Path, name: str, what: str) -> Run:
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_families_on_two_ranks_equal_one(tmp_path: Path, what: str) -> None:
     runs = {name: make(tmp_path, name, what) for name in NAMES}
-    demand_equality(runs, tmp_path, size=2, steps=1, weights=False)
+    demand_equality(runs, tmp_path, size=2, steps=1, weights=None)

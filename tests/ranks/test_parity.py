@@ -93,8 +93,10 @@ def test_many_ranks_equal_one(tmp_path: Path, size: int, cases: dict[str, tuple]
     demand_equality({name: make(tmp_path, name, *case) for name, case in cases.items()}, tmp_path, size=size)
 
 
-def demand_equality(runs: dict[str, Run], folder: Path, *, size: int, steps: int = 3, weights: bool = True) -> None:
-    """The runs' first steps on so many ranks are those of one process."""
+def demand_equality(
+    runs: dict[str, Run], folder: Path, *, size: int, steps: int = 3, weights: float | None = RELATIVE
+) -> None:
+    """The runs' first steps on so many ranks are those of one process; `weights`: as below."""
     one = {name: alone(run, steps=steps) for name, run in runs.items()}
     many = on_ranks(size, folder / "ranks", take_all, runs, free_ports(len(runs)), steps, patience_s=300)
     faults = []
@@ -104,10 +106,11 @@ def demand_equality(runs: dict[str, Run], folder: Path, *, size: int, steps: int
     assert not faults, "\n".join(faults)
 
 
-def differences(one: Taken, many: list[Taken], *, weights: bool = True) -> list[str]:
+def differences(one: Taken, many: list[Taken], *, weights: float | None = RELATIVE) -> list[str]:
     """What differs, in words; tensors that ranks replicate must be equal to the bit (put_together).
 
-    Where no gradient is far from zero, AdamW's division makes much of its rounding: `weights` may be left out.
+    `weights`: their largest relative error. Where no gradient is far from zero, AdamW's division makes much of its
+    rounding: None leaves them out.
     """
     faults = []
     for rank, taken in enumerate(many):
@@ -118,15 +121,15 @@ def differences(one: Taken, many: list[Taken], *, weights: bool = True) -> list[
             for name in ("loss", "grad_norm", "balance_loss", "z_loss"):
                 if want[name] is not None and not abs(got[name] - want[name]) <= RELATIVE * abs(want[name]):
                     faults.append(f"rank {rank}, step {step}: {name} {got[name]} instead of {want[name]}")
-    compared = [("gradient", [t.gradients for t in many]), ("weight", [t.weights for t in many])]
-    for what, parts in compared if weights else compared[:1]:
+    compared = [("gradient", [t.gradients for t in many], RELATIVE), ("weight", [t.weights for t in many], weights)]
+    for what, parts, largest in compared if weights else compared[:1]:
         wanted = put_together([one.gradients if what == "gradient" else one.weights])
         whole = put_together(parts)
         if set(wanted) != set(whole):
             faults.append(f"{what}s of other names: {sorted(set(wanted) ^ set(whole))[:3]}")
         for name in set(wanted) & set(whole):
             error = (whole[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12)
-            if not error <= RELATIVE:
+            if not error <= largest:
                 faults.append(f"{what} of {name}: relative error {error:.1e}")
     return faults
 

@@ -44,12 +44,6 @@ def test_experts_that_cannot_be_dealt() -> None:
         ("qwen3_moe", {"parallel__ep": 3}, "parallel.ep = 3 does not divide the 2 ranks"),
         ("llama", {"parallel__ep": 2}, "this model has no routed experts; set ep: 1"),
         ("qwen3_moe", {"data__max_tokens": 20}, "longer than data.max_tokens = 20"),
-        (
-            "qwen3_moe",
-            {"parallel__ep": 2, "method__adapter__experts": {"most_routed": 0.5}},
-            "adapters of some experts only",
-        ),
-        ("qwen3_moe", {"parallel__dense": "zero2", "train__optimizer": "adamw8bit"}, "set optimizer: adamw"),
     ],
 )
 def test_a_mistake_ends_all_ranks_and_is_told_once(

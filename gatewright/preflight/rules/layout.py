@@ -33,9 +33,7 @@ CODES = {
     "zero2-replicates-frozen": "GW124",
     "stage-table": "GW125",
     "cp-through-attention": "GW126",
-    "eight-bit-sharded": "GW127",
     "cp-changed-scores": "GW128",
-    "expert-subset-with-ep": "GW129",
 }
 """Rule of planner/legal.py to its code here. Two are left out that no config can break: our run file and
 transformers' arguments have no key for a pipeline, nor ours for tensor parallelism."""
@@ -44,14 +42,13 @@ COSTLY_ADVICE = frozenset({"four-bit-with-fsdp"})
 _ABOUT = {
     "zero": ("zero",),
     "ep": ("ep",),
-    "expert": ("subset", "ep"),
     "fsdp1": ("fsdp", "ep"),
     "heads": ("tp",),
     "tp": ("tp",),
     "etp": ("etp",),
     "pp": ("pp",),
     "cp": ("cp",),
-    "eight": ("optimizer", "bits", "ep", "zero"),
+    "eight": ("optimizer", "bits", "zero"),
     "four": ("bits", "fsdp"),
     "zero2": ("zero",),
     "stage": ("zero", "fsdp"),
@@ -83,7 +80,6 @@ def _said(job: Job, rule: str) -> Iterator[Written[Any]]:
         "optimizer": job.optimizer,
         "bits": job.bits,
         "ranks": job.ranks,
-        "subset": job.expert_share,
     }
     yield from (values[name] for name in _ABOUT.get(rule.split("-")[0], ()) if values[name].given)
     yield job.model
