@@ -78,7 +78,10 @@ def test_a_crash_without_a_name_is_tried_again_until_it_stands_still(tmp_path: P
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     campaign(tmp_path, limit="5m", options="--step-s 0.2")  # long enough for a busy machine to see it at work
     command = [*GATEWRIGHT, "submit", "chain.yaml", "--local"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "runs/sft/checkpoints/step-00000005").exists():
         assert time.monotonic() < deadline
