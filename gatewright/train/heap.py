@@ -8,19 +8,16 @@ libraries are left as they are.
 import ctypes
 import os
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
-LARGE_BYTES = 4 << 20
+LARGE_BYTES = 16 << 20
 """Of a block that gets pages of its own and gives them back; smaller ones cost more page faults than they save."""
-TOP_BYTES = 64 << 20
-"""Free at the heap's end before it shrinks: glibc's own threshold, 128 KiB, is for programs that allocate little."""
 
 
 def return_large_blocks() -> None:
     """From now on, in this process; not where the user set glibc's threshold in the environment."""
     if hasattr(_LIBC, "mallopt") and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         _LIBC.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-        _LIBC.mallopt(M_TRIM_THRESHOLD, TOP_BYTES)
 
 
 def return_free_pages() -> None:

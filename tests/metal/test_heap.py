@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-BLOCKS, LARGE_MIB, SMALL_MIB = 24, 12, 1
+BLOCKS, LARGE_MIB, SMALL_MIB = 24, 20, 1
 PROGRAM = f"""
 import sys
 import torch
