@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from length_sets import DISTRIBUTIONS, draw, read_lengths
 
-from gatewright.packing.pack import lower_bound, martello_toth_bound, pack, sum_bound
+from gatewright.packing.pack import martello_toth_bound, pack, sum_bound
 
 try:
     import seqpacker
@@ -91,7 +91,7 @@ def cases(file: Path | None, *, quick: bool) -> Iterator[tuple[str, int, np.ndar
 def compare(name: str, lengths: np.ndarray, capacity: int) -> dict:
     times = 3 if len(lengths) < 1_000_000 else 1
     seconds, packs = timed(lambda: pack(lengths, capacity), times=times)
-    bound = lower_bound(lengths, capacity)
+    bound = packs.lower_bound
     row = {
         "packs": len(packs),
         "fill": packs.fill,

@@ -12,7 +12,7 @@ from gatewright.cli_write import write_whole
 from gatewright.spec.errors import DataError, UserError
 
 if TYPE_CHECKING:
-    from gatewright.packing.pack import IntArray
+    from gatewright.packing.arrays import IntArray
     from gatewright.spec.schedule import ScheduleReport
 
 data = typer.Typer(help="Look at training data.", no_args_is_help=True)

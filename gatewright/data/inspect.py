@@ -13,6 +13,7 @@ from gatewright.data.store import TokenStore, build_store
 from gatewright.data.template import Renderer
 from gatewright.data.tokenizer import load_tokenizer
 from gatewright.data.view import DocumentView
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.lengths_page import (
     LIMITS,
     WIDTH,
@@ -22,7 +23,6 @@ from gatewright.packing.lengths_page import (
     named_limits,
     speed_ups,
 )
-from gatewright.packing.pack import IntArray
 
 SHOWN_TOKENS = 1000
 """Tokens of the first document that are printed."""

@@ -13,11 +13,11 @@ import numpy as np
 
 from gatewright.data.batch import Batch, filler, make_batch, make_slices
 from gatewright.data.view import DocumentView
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.cost import CostModel, Rates
 from gatewright.packing.epoch import EpochPlan
 from gatewright.packing.exchange_cost import Heads, Name, choose
 from gatewright.packing.exchange_plan import plan
-from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule import MicroBatch, Slice, schedule
 
 SOLVER_SHARE = 0.01

@@ -30,8 +30,8 @@ from gatewright.data.rows import Place, Row
 from gatewright.data.template import Renderer
 from gatewright.data.view import MIN_TOKENS, DocumentView, Policy, limit_rows
 from gatewright.data.writer import FILES, StoreWriter, written_whole
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.lengths import percentile
-from gatewright.packing.pack import IntArray
 from gatewright.spec.errors import DataError
 
 STORE_VERSION = 1

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gatewright.packing.pack import IntArray
+from gatewright.packing.arrays import IntArray
 
 Policy = Literal["truncate", "split", "drop"]
 MIN_TOKENS = 2

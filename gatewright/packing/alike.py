@@ -6,7 +6,8 @@ several: side by side in a step belong those whose costs are neighbours.
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray, Packs, Seed
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.pack import Packs, Seed
 
 KNEE_TOKENS = 16_384
 """Length at which a document's attention is taken to cost as much as all the rest; orders packs, and hardly depends."""

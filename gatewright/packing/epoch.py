@@ -3,7 +3,8 @@
 import numpy as np
 
 from gatewright.packing.alike import alike_in_steps
-from gatewright.packing.pack import IntArray, Packs, pack, sum_bound
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.pack import Packs, pack, sum_bound
 
 
 class EpochPlan:

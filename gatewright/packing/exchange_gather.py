@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gatewright.packing.exchange import IntArray, first_rows, no_rows
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.exchange import first_rows, no_rows
 from gatewright.packing.schedule import Slice
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gatewright.packing.exchange import IntArray, first_rows
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.exchange import first_rows
 from gatewright.packing.exchange_gather import cut_documents, shared_rows
 from gatewright.packing.schedule import Slice
 

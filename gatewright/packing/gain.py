@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.lengths import padded_lengths
-from gatewright.packing.pack import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

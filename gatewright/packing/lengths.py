@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray
+from gatewright.packing.arrays import IntArray
 
 BARS = " ▏▎▍▌▋▊▉█"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray
+from gatewright.packing.arrays import IntArray
 from gatewright.spec.errors import DataError
 
 LIMIT = 10**12

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.gain import limit_gain, packing_gain
 from gatewright.packing.lengths import histogram, padded_fill, percentile
-from gatewright.packing.pack import IntArray, lower_bound, pack, sum_bound
+from gatewright.packing.pack import pack, sum_bound
 from gatewright.spec.errors import DataError
 
 WIDTH = 100
@@ -94,9 +95,9 @@ def packing(lengths_N: IntArray, capacity: int) -> Iterator[str]:
         yield f"impossible: the longest document has {longest:,} tokens"
         return
     packs = pack(lengths_N, capacity)
-    by_sum, by_size = sum_bound(lengths_N, capacity), lower_bound(lengths_N, capacity)
-    above = len(packs) - packs.lower_bound
-    verdict = "this is the best there is" if not above else f"{above:,} above that ({above / packs.lower_bound:.2%})"
+    by_sum, by_size = sum_bound(lengths_N, capacity), packs.lower_bound
+    above = len(packs) - by_size
+    verdict = "this is the best there is" if not above else f"{above:,} above that ({above / by_size:.2%})"
     yield f"{len(packs):,} packs, {packs.fill:.2%} full, {len(lengths_N) / len(packs):.1f} documents in each"
     yield f"at least {by_sum:,} are needed for the sum of tokens, {by_size:,} for what fits together: {verdict}"
 

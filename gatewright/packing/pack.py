@@ -13,12 +13,12 @@ from operator import neg
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.pack_bulk import fill_in_bulk, stable_argsort
 from gatewright.packing.pack_exact import Placed, fill_exactly
 
 NEAR = 0.0005
 """Above the lower bound, in packs: what is not worth the search for fewer."""
-IntArray = npt.NDArray[np.int64]
 Seed = int | Sequence[int]
 
 

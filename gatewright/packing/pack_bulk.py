@@ -9,9 +9,9 @@ where best-fit would have placed them all, so a failure proves nothing.
 from bisect import bisect_left, insort
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from gatewright.packing.arrays import IntArray
+
 Chosen = tuple[IntArray, IntArray]
 """Documents, and the room that each goes into: places in the arrays that they were chosen from."""
 STEPS = 30

@@ -8,9 +8,9 @@ grows with the lengths that differ, not with the documents. Short documents stay
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from gatewright.packing.arrays import IntArray
+
 MOST_KINDS = 20_000
 """Packs of different content after which it is given up: it would take longer than it is worth."""
 

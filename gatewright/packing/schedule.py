@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.cost import CostModel
-from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule_fill import by_seconds, by_square, sequential
 from gatewright.packing.schedule_mixed import mixed
 from gatewright.packing.schedule_score import Problem, Slot, bound_s, longest_first, problem_of, step_s

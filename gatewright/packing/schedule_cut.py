@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray
-from gatewright.packing.schedule_score import FloatArray, Problem, Slot
+from gatewright.packing.arrays import FloatArray, IntArray
+from gatewright.packing.schedule_score import Problem, Slot
 
 ALIKE = 0.95
 """Of the length of a document that found no place: one that is no shorter is taken to find none either."""

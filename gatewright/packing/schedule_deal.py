@@ -5,8 +5,7 @@ Documents come longest first, which is also by descending work.
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray
-from gatewright.packing.schedule_score import FloatArray
+from gatewright.packing.arrays import FloatArray, IntArray
 
 
 def deal(works_D: FloatArray, tokens_D: IntArray, load_B: FloatArray, room_B: IntArray, limit_s: float) -> IntArray:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray
-from gatewright.packing.schedule_score import FloatArray, Problem, Slot, alone_s, place_evenly
+from gatewright.packing.arrays import FloatArray, IntArray
+from gatewright.packing.schedule_score import Problem, Slot, alone_s, place_evenly
 
 Price = Callable[[IntArray, int], FloatArray]
 """What documents of so many tokens cost each of so many ranks, in any unit."""

@@ -10,7 +10,7 @@ is taken.
 import numpy as np
 import numpy.typing as npt
 
-from gatewright.packing.pack import IntArray
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.schedule_cut import Cutter
 from gatewright.packing.schedule_deal import deal, fill_up
 from gatewright.packing.schedule_score import Problem, Slot, fastest_s, joined

@@ -11,10 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gatewright.packing.arrays import FloatArray, IntArray
 from gatewright.packing.cost import CostModel
-from gatewright.packing.pack import IntArray
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class Slot(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray, pack
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.pack import pack
 from gatewright.packing.schedule_deal import deal
 from gatewright.packing.schedule_score import Problem, Slot, alone_s, place_evenly
 

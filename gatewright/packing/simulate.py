@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gatewright.packing.arrays import IntArray
 from gatewright.packing.cost import CostModel
-from gatewright.packing.pack import IntArray
 from gatewright.packing.schedule import MicroBatch, Schedule, schedule
 from gatewright.spec.schedule import RankTime, SlotTime, StepReport
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from gatewright.packing.pack import IntArray, pack
+from gatewright.packing.arrays import IntArray
+from gatewright.packing.pack import pack
 
 FULL = 0.9995
 """Share of the capacity from which on a pack leaves at once."""
