@@ -12,16 +12,12 @@ from transformers import PreTrainedModel
 
 from gatewright.model.expert_lora import LORA, ExpertLora
 from gatewright.model.roles import ROLES, bare_name, layer_of, parameter_roles
+from gatewright.spec.eight_bit import BYTES_8BIT, SMALL_8BIT
 from gatewright.spec.errors import ModelError
 
 FILE = "coverage.json"
 
 Row = dict[str, int | str | bool]
-
-SMALL_8BIT, BLOCK_8BIT = 4096, 256
-"""adamw8bit: tensors under so many elements keep their moments in float32; of others so many share a scale."""
-BYTES_8BIT = 2 * (1 + 4 / BLOCK_8BIT)
-"""Of an element's moments: a byte each, and its part of two float32 scales."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from gatewright.planner.job import BYTES_PER_WEIGHT, Job
 from gatewright.planner.policy import Policy, Types
+from gatewright.spec.eight_bit import BYTES_8BIT
 from gatewright.spec.shape import ModelShape, TensorGroup
 
 EXPERTS = "routed_experts"
@@ -180,7 +181,7 @@ def optimizer_bytes(job: Job, types: Types) -> float:
     """Master weight and moments, bytes a parameter."""
     moments = {
         "adamw": 2 * types.moment,
-        "adamw_8bit": 2 * (1 + 4 / 256),  # bitsandbytes since 0.44: one fp32 scale a block of 256
+        "adamw_8bit": BYTES_8BIT,
         "adamw_4bit": 2 * (0.5 + 4 / 128),  # torchao: blocks of 128
         "muon": types.moment,
         "sgd": 0.0,

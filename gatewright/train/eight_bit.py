@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gatewright.model.coverage import BLOCK_8BIT, SMALL_8BIT
 from gatewright.parallel.gradients import Share
 from gatewright.parallel.pieces import Part, Piece
 from gatewright.spec import run as spec
+from gatewright.spec.eight_bit import BLOCK_8BIT, SMALL_8BIT
 from gatewright.spec.errors import UserError
 from gatewright.spec.event import Finding
 from gatewright.train.pieces import SavedState
@@ -79,6 +79,12 @@ def give_codes(optimizer: torch.optim.Optimizer, codes: Mapping[str, Tensor]) ->
     for state in optimizer.state.values():
         if "absmax1" in state:
             state |= codes
+
+
+def part_of_state(share: Share, key: str) -> Part:
+    """What a tensor of the state of a rank's piece is of that of the whole weight; scales are one for each block."""
+    part = share.piece.part
+    return part.in_blocks(BLOCK_8BIT) if key.startswith("absmax") else part
 
 
 def read_moments(saved: SavedState, prefix: str, share: Share, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gatewright.model.coverage import BLOCK_8BIT
 from gatewright.parallel.pieces import Piece
 from gatewright.spec import run as spec
+from gatewright.spec.eight_bit import BLOCK_8BIT
 from gatewright.spec.errors import CheckpointError
 from gatewright.train.eight_bit import IN_BLOCKS, adamw_8bit, in_blocks
 

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from gatewright.model.adapter_files import AdapterFiles, load_adapter, take_adapter
-from gatewright.model.coverage import BLOCK_8BIT
 from gatewright.parallel.collect import whole_adapters
-from gatewright.parallel.gradients import Share
-from gatewright.parallel.pieces import Part
 from gatewright.spec.errors import CheckpointError, RunFileError
 from gatewright.spec.run import Run
-from gatewright.train.eight_bit import codes_of, give_codes, read_moments
+from gatewright.train.eight_bit import codes_of, give_codes, part_of_state, read_moments
 from gatewright.train.host import HostCopy
 from gatewright.train.optim import optimizer_tensors, restore_optimizer
 from gatewright.train.pieces import SavedState, write_pieces
@@ -70,7 +67,7 @@ def take_state(host: HostCopy, *, trainer: Trainer, run: Run, progress: Progress
         for key, tensor in optimizer_tensors(trainer.optimizer, {share.name: share.owned}).items():
             tensors[f"{OPTIMIZER}{key}"] = tensor
             if tensor.dim():
-                parts[f"{OPTIMIZER}{key}"] = _part_of_state(share, key)
+                parts[f"{OPTIMIZER}{key}"] = part_of_state(share, key.rpartition("/")[2])
     if ranks.first and run.train.optimizer == "adamw8bit":
         tensors |= {f"{OPTIMIZER}{key}": code_Q for key, code_Q in codes_of(trainer.optimizer).items()}
     if trainer.router:
@@ -122,12 +119,6 @@ def restore(folder: Path, *, trainer: Trainer, run: Run) -> Progress:
         trainer.router.restore(saved.common("router/"), progress.guard)
     _restore_rng(saved, trainer, run, step=progress.step)
     return progress
-
-
-def _part_of_state(share: Share, key: str) -> Part:
-    """What a tensor of the state of this rank's piece is of that of the whole weight."""
-    part = share.piece.part
-    return part.in_blocks(BLOCK_8BIT) if key.rpartition("/")[2].startswith("absmax") else part
 
 
 def _restore_optimizer(saved: SavedState, trainer: Trainer, run: Run) -> None:

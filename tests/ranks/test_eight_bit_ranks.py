@@ -7,16 +7,13 @@ is rounded, so here not all can be equal to 1e-5; with the same gradients, it is
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from processes import free_ports, on_ranks
 from steps import alone
 from test_parity import FULL, demand_equality, differences, make, take_all
-from test_resharding import CHAIN, STATE_OF_TWO, STEPS, go_back_to, result, tokens_of_steps
-from test_resharding import make as make_saving
-from whole_runs import finish
+from test_resharding import go_on_in_the_same_layout, go_through, result
 
-from gatewright.model.coverage import BLOCK_8BIT
+from gatewright.spec.eight_bit import BLOCK_8BIT
 
 pytest.importorskip("bitsandbytes")
 
@@ -73,16 +70,7 @@ def relative_errors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
 
 def test_eight_bit_state_moves_between_layouts(tmp_path: Path) -> None:
     """Two steps each on 4, 2, 1 and 4 ranks, which cut blocks of embedding and head; beside it, one process alone."""
-    straight = make_saving(tmp_path, "straight", {}, **EIGHT | FULL)
-    finish(straight, 1)
-    for number, (size, layout) in enumerate(CHAIN):
-        run = make_saving(tmp_path, "moved", layout, **EIGHT | FULL)
-        finish(run, size)
-        if number < len(CHAIN) - 1:
-            go_back_to(run, 2 * (number + 1))
-    assert len(tiny.events(run, "resume")) == 3
-    assert tokens_of_steps(run) == tokens_of_steps(straight)
-    one, other = result(straight), result(run)
+    one, other = map(result, go_through(tmp_path, **EIGHT | FULL))
     cut = ("model.embed_tokens.weight", "lm_head.weight")
     assert {key.split("/")[1] for key in set(one) ^ set(other)} == set(cut), "float32 on four ranks"
     # What is not cut: 1e-4 was measured, a code more or less here and there.
@@ -93,12 +81,4 @@ def test_eight_bit_state_moves_between_layouts(tmp_path: Path) -> None:
 
 
 def test_the_same_layout_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    layout = {"ep": 2, "dense": "zero2"}
-    straight = make_saving(tmp_path, "straight", layout, **EIGHT | WIDE)
-    resumed = make_saving(tmp_path, "resumed", layout, **EIGHT | WIDE)
-    finish(straight, 2)
-    finish(resumed, 2)
-    go_back_to(resumed, 4)
-    finish(resumed, 2)
-    for name in ("adapter/adapter_model.safetensors", *(f"checkpoints/step-{STEPS:08d}/{f}" for f in STATE_OF_TWO)):
-        assert (straight.folder / name).read_bytes() == (resumed.folder / name).read_bytes(), name
+    go_on_in_the_same_layout(tmp_path, **EIGHT | WIDE)

@@ -8,7 +8,7 @@ import tiny
 import torch
 from peft import PeftModel
 from test_parity import demand_equality, make
-from test_resharding import STEPS, assert_like, go_back_to, result, tokens_of_steps
+from test_resharding import STEPS, assert_like, go_back_to, go_through, result
 from test_resharding import make as make_saving
 from whole_runs import finish
 
@@ -57,16 +57,7 @@ def test_a_run_of_some_adapted_experts_moves_between_layouts(tmp_path: Path) -> 
 
     Stock PEFT loads what both saved, and answers alike.
     """
-    straight = make_saving(tmp_path, "straight", {}, **NAMED)
-    finish(straight, 1)
-    for number, (size, layout) in enumerate(CHAIN):
-        changes = {key: layout.pop(key) for key in PLACED if key in layout}
-        run = make_saving(tmp_path, "moved", layout, **NAMED | changes)
-        finish(run, size)
-        if number < len(CHAIN) - 1:
-            go_back_to(run, 2 * (number + 1))
-    assert len(tiny.events(run, "resume")) == 3
-    assert tokens_of_steps(run) == tokens_of_steps(straight)
+    straight, run = go_through(tmp_path, CHAIN, **NAMED)
     assert_like(result(straight), result(run))
     notes = [json.loads((done.folder / "adapter" / "gatewright.json").read_text()) for done in (straight, run)]
     assert notes[0]["experts"] == notes[1]["experts"] == {
