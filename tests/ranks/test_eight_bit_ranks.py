@@ -31,6 +31,7 @@ TWO = {
 }  # fmt: skip
 FOUR = {
     "lora ep2 zero2": ("qwen3_moe", WIDE | EIGHT, {"ep": 2, "dense": "zero2"}),
+    "lora ep2 zero3": ("qwen3_moe", WIDE | EIGHT, {"ep": 2, "dense": "zero3"}),
     "full ep2 zero2": ("qwen3_moe", FULL | EIGHT, {"ep": 2, "dense": "zero2"}),
 }  # fmt: skip
 

@@ -38,6 +38,9 @@ TWO = {
 FOUR = {
     "named ep4": ("qwen3_moe", NAMED, {"ep": 4}),
     "named ep2 zero2": ("qwen3_moe", NAMED, {"ep": 2, "dense": "zero2"}),
+    "named ep2 zero3": ("qwen3_moe", NAMED, {"ep": 2, "dense": "zero3"}),
+    "named ep2 zero3 placed": ("qwen3_moe", NAMED | PLACED, {"ep": 2, "dense": "zero3"}),
+    "named ep2 zero3 nf4": ("qwen3_moe", NAMED | NF4, {"ep": 2, "dense": "zero3"}),
     "named ep2 placed zero2": ("qwen3_moe", NAMED | PLACED, {"ep": 2, "dense": "zero2"}),
     "named ep2 two copies": ("qwen3_moe", NAMED, {"ep": 2, "dense": "zero2", "dp_replicate": 2}),
     "measured ep4 zero3": ("qwen3_moe", MEASURED, {"ep": 4, "dense": "zero3"}),
@@ -49,11 +52,11 @@ def test_ranks_with_some_adapted_experts_equal_one(tmp_path: Path, size: int, ca
     demand_equality({name: make(tmp_path, name, *case) for name, case in cases.items()}, tmp_path, size=size)
 
 
-CHAIN = [(4, {"ep": 4}), (1, {}), (2, {"ep": 2, "dense": "zero3"}), (4, {"ep": 2, "dense": "zero2"} | PLACED)]
+CHAIN = [(4, {"ep": 2, "dense": "zero3"}), (1, {}), (4, {"ep": 4}), (4, {"ep": 2, "dense": "zero3"} | PLACED)]
 
 
 def test_a_run_of_some_adapted_experts_moves_between_layouts(tmp_path: Path) -> None:
-    """Two steps each on 4, 1, 2 and 4 ranks, the last time dealt otherwise; beside it, one process alone.
+    """Two steps each on 4, 1, 4 and 4 ranks, the last time dealt otherwise; beside it, one process alone.
 
     Stock PEFT loads what both saved, and answers alike.
     """
