@@ -52,7 +52,7 @@ def test_of_every_kind_they_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "layout"), [(2, ZERO3), (4, {"ep": 2, "dense": "zero3"})], ids=["2 ranks", "4 ranks"])
 def test_a_router_takes_one_too(tmp_path: Path, size: int, layout: dict[str, object]) -> None:
     run = make(tmp_path, "router", "qwen3_moe", ROUTER, layout)
-    demand_equality({"router": run}, tmp_path, size=size, steps=1, weights=False)
+    demand_equality({"router": run}, tmp_path, size=size, steps=1, weights=None)
 
 
 @pytest.mark.parametrize(("size", "layout"), [(2, ZERO3), (4, {"ep": 2, "dense": "zero3"})], ids=["2 ranks", "4 ranks"])
