@@ -4,6 +4,7 @@ standin.py FOLDER --steps N --step-s S --save-every K [--oom-at STEP] [--fail-at
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -75,6 +76,10 @@ def main() -> None:
     given = parser.parse_args()
     ears = Ears()
     given.folder.mkdir(parents=True, exist_ok=True)
+    # A link whose node was given up may live for a moment beside its successor. A trainer takes seconds until it asks
+    # for the lock; this one waits instead.
+    lock = (given.folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     step, value = load(given.folder)
     log(given.folder, "start", run="standin", versions={}, device="cpu", threads=1,
         resumed_step=step or None, steps=given.steps)  # fmt: skip
